@@ -1,6 +1,6 @@
 """Readiness and liveness of a server."""
 
-from engine.protocol import Engine
+from engine.protocol.engine_state import EngineState
 from engine.types import EngineHealth
 from service.cluster.registry import ReplicaState
 from service.errors import DRAINING_RETRY_SECONDS, Draining, EngineGone, NotReady
@@ -22,7 +22,7 @@ class Readiness:
     active too. `draining`: admission is closed. The server sets each flag once.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EngineState) -> None:
         self.started = False
         self.caught_up = False
         self.draining = False

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,8 @@ from engine.feature_stats import (
     SpeculationStats,
 )
 from engine.kv_types import ExportStatus
-from engine.protocol import DEFAULT_SAMPLING
+from engine.protocol.features import DRAFT_MODEL, FeatureKey, Interface, Stats
+from engine.protocol.text import DEFAULT_SAMPLING
 from engine.sampling_support.rows import ALL, encode_mask
 from engine.stop_text import response_text
 from engine.types import (
@@ -202,20 +203,19 @@ class FakeEngine:
             start_phase=self.start_phase,
         )
 
-    def shared_prefix(self) -> SharedPrefixStats:
-        return self.counted
+    def stats(self, kind: type[Stats]) -> Stats:
+        known = (
+            self.counted,
+            self.speculated,
+            self.update_graphs,
+            self.kept_stats,
+            self.retained,
+        )
+        return next(stats for stats in known if isinstance(stats, kind))
 
-    def speculation(self) -> SpeculationStats:
-        return self.speculated
-
-    def graphs(self) -> CudaGraphStats:
-        return self.update_graphs
-
-    def kept_kv(self) -> KeptKvStats:
-        return self.kept_stats
-
-    def session_kv(self) -> KvRetentionStats:
-        return self.retained
+    def feature(self, key: FeatureKey[Interface]) -> Interface | None:
+        assert key == DRAFT_MODEL, "no other feature is controlled"
+        return None if self.drafting is None else cast(Interface, FakeDraftModel(self))
 
     async def start(self, version: str) -> None:
         if self.start_gate is not None:
@@ -496,22 +496,6 @@ class FakeEngine:
             self.chains.clear()
         return BLOCK_SIZE * len(self.chains)
 
-    def drafter(self) -> DrafterStatus | None:
-        return self.drafting
-
-    def drafter_file(self) -> Path:
-        return self.drafter_path
-
-    def check_drafter(self, path: Path) -> None:
-        if isinstance(self.refused_drafter, CheckpointRefused):
-            raise self.refused_drafter
-
-    async def submit_drafter(self, path: Path, version: str) -> None:
-        if self.refused_drafter is not None:
-            raise self.refused_drafter
-        self.offered.append((version, path.read_bytes()))
-        path.unlink()
-
     def check_adapter(self, path: Path) -> AdapterInfo:
         """Accepts any file content; `refused` in the adapter's config is the refusal's reason."""
         config = json.loads((path / "adapter_config.json").read_bytes())
@@ -647,6 +631,31 @@ def _stop(sample: Running) -> bool:
     length, sample.stop_reason = min(ends)
     del sample.token_versions[length:]
     return True
+
+
+@dataclass
+class FakeDraftModel:
+    """Draft model whose state is in the engine's attributes."""
+
+    engine: FakeEngine
+
+    @property
+    def file(self) -> Path:
+        return self.engine.drafter_path
+
+    def status(self) -> DrafterStatus:
+        assert self.engine.drafting is not None
+        return self.engine.drafting
+
+    def check(self, path: Path) -> None:
+        if isinstance(self.engine.refused_drafter, CheckpointRefused):
+            raise self.engine.refused_drafter
+
+    async def submit(self, path: Path, version: str) -> None:
+        if self.engine.refused_drafter is not None:
+            raise self.engine.refused_drafter
+        self.engine.offered.append((version, path.read_bytes()))
+        path.unlink()
 
 
 @dataclass

@@ -26,6 +26,7 @@ from bench.gpu.models import ON_GPU as MODELS_ON_GPU
 from bench.gpu.models import REHEARSAL as REHEARSAL_MODELS
 from bench.gpu.models import Models
 from bench.gpu.workloads import BATCHES, ON_GPU, REHEARSAL, Workload
+from engine.feature_stats import CudaGraphStats, SharedPrefixStats, SpeculationStats
 from engine.settings import AttentionSettings, EngineSettings, SpeculationSettings
 from engine.vllm_engine import VllmEngine
 
@@ -123,11 +124,11 @@ def read_timers(since: float) -> dict[str, dict[str, float]]:
 
 def counters(engine: VllmEngine) -> dict[str, Any]:
     """Counters since the start, without those that are zero."""
-    graphs = asdict(engine.graphs())
+    graphs = asdict(engine.stats(CudaGraphStats))
     graphs["misses"] = {str(shape): count for shape, count in graphs["misses"].items()}
     return {
-        "attention": _without_zeros(asdict(engine.shared_prefix())),
-        "speculation": _without_zeros(asdict(engine.speculation())),
+        "attention": _without_zeros(asdict(engine.stats(SharedPrefixStats))),
+        "speculation": _without_zeros(asdict(engine.stats(SpeculationStats))),
         "graphs": _without_zeros(graphs),
     }
 

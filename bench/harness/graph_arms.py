@@ -15,8 +15,8 @@ from typing import Any
 
 from engine.cudagraphs.allowed_shapes import CaptureLimits
 from engine.cudagraphs.counters import COUNTERS
+from engine.cudagraphs.installed_plan import GRAPHS_ENV
 from engine.cudagraphs.planner import Plan
-from engine.runtime.installed_settings import GRAPHS_ENV
 from engine.settings import SpeculationSettings
 
 STEPS, SETTLING = 20, 4

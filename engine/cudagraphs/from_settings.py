@@ -72,6 +72,10 @@ def make_plan(
         raise StartFailed(f"graphs.budget_bytes: {error}") from error
 
 
+def captures_graphs(engine: EngineSettings, *, on_cpu: bool) -> bool:
+    return not (engine.eager or on_cpu)
+
+
 def plan_for_start(
     engine: EngineSettings,
     graphs: GraphsSettings,
@@ -83,7 +87,7 @@ def plan_for_start(
     """CUDA graph plan of an engine start; None to use vLLM's default capture sizes."""
     if graphs.budget_bytes is None:
         return None
-    if engine.eager or on_cpu:
+    if not captures_graphs(engine, on_cpu=on_cpu):
         log.warning("graphs.budget_bytes has no effect: none are captured on CPU or with eager")
         return None
     return make_plan(engine, graphs, speculation, model)

@@ -3,8 +3,6 @@
 from collections import OrderedDict
 from typing import Final, TypedDict
 
-from engine.speculation.counters import Snapshot as SpeculationSnapshot
-
 MAX_PAIRS: Final = 8
 
 
@@ -30,7 +28,6 @@ class Snapshot(TypedDict):
     """
 
     serving: str
-    speculation: SpeculationSnapshot
     pairs: list[PairSnapshot]
 
 

@@ -28,7 +28,7 @@ from engine.io.response_parsers import (
 from engine.io.response_stream import ParsedStream, TextStream
 from engine.io.turn_ends import Mark, Tail, TurnEnds, special_tokens
 from engine.launch.chat_template_options import load_template, template_options, template_variables
-from engine.protocol import DEFAULT_SAMPLING, ResponseStream
+from engine.protocol.text import DEFAULT_SAMPLING, ResponseStream
 from engine.settings import EngineSettings
 from engine.stop_text import response_text
 from engine.types import ChatRequest, ChatResponse, Sampling, truncated

@@ -10,7 +10,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from engine.io.response_parsers import tool_call_part
-from engine.protocol import DEFAULT_SAMPLING
+from engine.protocol.text import DEFAULT_SAMPLING
 from engine.types import ChatResponse, Sampling, ToolCallPart
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ Decode = Callable[[Sequence[int], int | str | None], str]
 
 
 class TextStream:
-    """`engine.protocol.ResponseStream` that returns all text as content.
+    """`engine.protocol.text.ResponseStream` that returns all text as content.
 
     The detokenizer holds back the bytes of an incomplete character, and as many characters as may
     be the beginning of a stop string. It does not see the prompt, as `Engine.decode` does not.
@@ -59,7 +59,7 @@ class TextStream:
 
 
 class ParsedStream:
-    """`engine.protocol.ResponseStream` that separates reasoning, content and tool calls.
+    """`engine.protocol.text.ResponseStream` that separates reasoning, content and tool calls.
 
     `parser` and `request` are vLLM's; `prompt` tells the parser whether reasoning has begun.
     """

@@ -16,7 +16,7 @@ from engine.errors import SamplingRefused
 from engine.io.grammar_check import GrammarChecker
 from engine.launch.processes import VllmProcesses
 from engine.sampling_support.grammar_budget import OVERRUN
-from engine.types import Completion, Sampling
+from engine.types import Completion, SampleRequest, Sampling
 
 XGRAMMAR: Final = "xgrammar"
 
@@ -45,11 +45,12 @@ class SamplingChecks:
         if sampling.structured_outputs is not None and self._backend == XGRAMMAR:
             await self._grammars.check(sampling, client)
 
-    def on_finished(self, sampling: Sampling, completion: Completion) -> None:
+    def on_finished(self, sample: SampleRequest, completion: Completion) -> None:
         """Refuse a constraint from now on that has taken too long in the engine."""
         has_overrun = completion.finish == "error" and completion.stop_reason == OVERRUN
-        if has_overrun and sampling.structured_outputs is not None:
-            self._grammars.refuse(sampling.structured_outputs)
+        constraint = sample.sampling.structured_outputs
+        if has_overrun and constraint is not None:
+            self._grammars.refuse(constraint)
 
     async def close(self) -> None:
         await self._grammars.close()

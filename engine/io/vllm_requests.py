@@ -22,6 +22,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestState
 
+from engine.adapters.loaded_adapters import LoadedAdapters
 from engine.errors import EngineDead, RequestRefused, SupportLost
 from engine.io import logprob_arrays, stop_strings
 from engine.io.logprobs import (
@@ -43,7 +44,6 @@ from engine.types import (
     TopLogprobRows,
     VersionSpan,
 )
-from engine.weights.loaded_adapters import LoadedAdapters
 
 
 class PendingSample:

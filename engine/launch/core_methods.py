@@ -9,37 +9,13 @@ import os
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from engine.attention import counters as attention
-from engine.cudagraphs.counters import Snapshot as CudaGraphSnapshot
-from engine.drafter.acceptance_by_version import Snapshot as DrafterSnapshot
-from engine.drafter.core import engine_core_methods as drafter
-from engine.kv_retention.core import engine_core_methods as session_kv
+from engine import features
+from engine.feature_base import FeatureCounts, Ping
 from engine.kv_versions.core import hooks as kv_versions
-from engine.kv_versions.core.kept_blocks import Snapshot as KeptKvSnapshot
 from engine.kv_versions.request_option import keep_option
-from engine.launch import baseline_methods as baseline
-from engine.runtime.installed_settings import graph_plan
-from engine.speculation import counters as speculation
-from engine.speculation.core import engine_core_methods as siblings
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
-
-    from engine.launch.worker import Snapshot
-
-
-class Ping(TypedDict):
-    pid: int
-    num_running: int
-    num_waiting: int
-    num_free_blocks: int
-    num_blocks: int
-    shared_prefix: list[attention.Snapshot]
-    speculation: list[speculation.Snapshot]
-    graphs: list[CudaGraphSnapshot | None]
-    drafter: DrafterSnapshot | None
-    kept_kv: KeptKvSnapshot
-    session_kv: session_kv.Snapshot | None
 
 
 class PrefixCacheReset(TypedDict):
@@ -75,10 +51,10 @@ class WorkerCounters:
     """
 
     def __init__(self) -> None:
-        self._requested: Future[list[Snapshot]] | None = None
-        self._latest: list[Snapshot] | None = None
+        self._requested: Future[list[Any]] | None = None
+        self._latest: list[Any] | None = None
 
-    def read(self, executor: Any, *, in_progress: bool) -> "list[Snapshot]":
+    def read(self, executor: Any, *, in_progress: bool) -> list[Any]:
         from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
         must_wait = not (in_progress and isinstance(executor, MultiprocExecutor))
@@ -97,20 +73,14 @@ def coppice_ping(self: "EngineCore") -> Ping:
     num_running, num_waiting = self.scheduler.get_request_counts()
     pool = self.scheduler.kv_cache_manager.block_pool
     counters: WorkerCounters = self.__dict__.setdefault("coppice_counters", WorkerCounters())
-    counted = counters.read(self.model_executor, in_progress=bool(self.batch_queue))
-    sibling_drafts = siblings.counted(self)
+    ranks = counters.read(self.model_executor, in_progress=bool(self.batch_queue))
     return Ping(
         pid=os.getpid(),
         num_running=num_running,
         num_waiting=num_waiting,
         num_free_blocks=pool.get_num_free_blocks(),
         num_blocks=_num_usable_blocks(pool),
-        shared_prefix=[rank["shared_prefix"] for rank in counted],
-        speculation=[sibling_drafts or rank["speculation"] for rank in counted],
-        graphs=[rank["graphs"] for rank in counted] if graph_plan() else [],
-        drafter=drafter.counted(self),
-        kept_kv=kv_versions.kept_blocks(self).snapshot(),
-        session_kv=session_kv.counted(self),
+        features=_feature_counts(features.core_counts(self), ranks),
     )
 
 
@@ -129,7 +99,7 @@ def coppice_reset_prefix_cache(self: "EngineCore", keep_chains: bool = False) ->
     kept.before_update(map(_progress, self.scheduler.requests.values()))
     num_running_requests = _stop_caching_running(self.scheduler, keep_chains=keep_chains)
     blocks = kept.blocks_to_keep(keep=keep_chains)
-    session_kv.release_all(self, except_blocks=blocks)
+    features.on_prefix_cache_reset(self, blocks)
     num_hashes = _clear_block_hashes(self.scheduler.kv_cache_manager.block_pool, blocks)
     return PrefixCacheReset(
         num_hashes=num_hashes,
@@ -137,11 +107,6 @@ def coppice_reset_prefix_cache(self: "EngineCore", keep_chains: bool = False) ->
         num_running_requests=num_running_requests,
         connector=self.scheduler.reset_connector_cache(),
     )
-
-
-def coppice_can_keep_kv(self: "EngineCore") -> bool:
-    """True if blocks of the model's KV cache can be kept across weights updates."""
-    return kv_versions.can_keep(self.scheduler.kv_cache_manager.kv_cache_config)
 
 
 def coppice_check_pool(self: "EngineCore") -> PoolState:
@@ -164,16 +129,24 @@ def coppice_check_pool(self: "EngineCore") -> PoolState:
 def install() -> None:
     from vllm.v1.engine.core import EngineCore
 
-    kv_versions.install()
+    features.install_in_core()
     methods = (
         coppice_ping,
         coppice_reset_prefix_cache,
-        coppice_can_keep_kv,
         coppice_check_pool,
     )
-    added = (drafter.METHODS, siblings.METHODS, baseline.METHODS, session_kv.METHODS)
-    for method in itertools.chain(methods, *added):
+    for method in itertools.chain(methods, features.core_methods()):
         setattr(EngineCore, method.__name__, method)
+
+
+def _feature_counts(core: dict[str, Any], ranks: list[dict[str, Any]]) -> dict[str, FeatureCounts]:
+    names = core.keys() | ranks[0].keys()
+    return {
+        name: FeatureCounts(
+            core=core.get(name), ranks=[rank[name] for rank in ranks if name in rank]
+        )
+        for name in names
+    }
 
 
 def _num_usable_blocks(pool: Any) -> int:

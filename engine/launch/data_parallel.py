@@ -10,10 +10,10 @@ from vllm.v1.engine import coordinator
 
 from engine.errors import StartFailed
 from engine.runtime.gc_and_process_group import create_process_group, exit_with_service
-from engine.settings import EngineSettings, SpeculationSettings
+from engine.settings import EngineSettings
 
 
-def check_settings(settings: EngineSettings, speculation: SpeculationSettings) -> None:
+def check_settings(settings: EngineSettings) -> None:
     """Raise StartFailed for settings that exclude several engines, with the reason."""
     if settings.data_parallel_size == 1:
         return
@@ -26,16 +26,6 @@ def check_settings(settings: EngineSettings, speculation: SpeculationSettings) -
         raise StartFailed(
             "engine.data_parallel_size above 1 and engine.distributed_executor_backend ray exclude "
             "each other: all engines of a service are on one machine; run more replicas instead"
-        )
-    if settings.prompt_kv_gpu_bytes is not None:
-        raise StartFailed(
-            "engine.data_parallel_size and engine.prompt_kv_gpu_bytes exclude each other: a handle "
-            "has one GPU per rank, and does not state the engine; unset one of them"
-        )
-    if speculation.mode in ("siblings", "drafter"):
-        raise StartFailed(
-            f"engine.data_parallel_size and speculation.mode {speculation.mode} exclude each "
-            "other: step times and drafts are those of one engine; set speculation.mode: off"
         )
 
 

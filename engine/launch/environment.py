@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
+from engine.cudagraphs.installed_plan import GRAPHS_ENV
 from engine.cudagraphs.planner import Plan
 from engine.launch.machines import network_variables
 from engine.runtime import start_phases
@@ -22,7 +23,6 @@ from engine.runtime.installed_settings import (
     CACHE_ENV,
     DIGEST_ENV,
     ENGINE_ENV,
-    GRAPHS_ENV,
     SPECULATION_ENV,
 )
 from engine.settings import AttentionSettings, EngineSettings, SpeculationSettings

@@ -1,7 +1,4 @@
-"""Engines whose ranks are on several machines: what they cannot do, and their network variables.
-
-Features that keep files or shared memory of one machine are refused at the start.
-"""
+"""Engines whose ranks are on several machines: checks of a start, and network variables."""
 
 import os
 import re
@@ -15,7 +12,7 @@ from typing import Any, Final
 import psutil
 
 from engine.errors import StartFailed
-from engine.settings import EngineSettings, SpeculationSettings
+from engine.settings import EngineSettings
 
 LOOPBACK: Final = "127.0.0.1"
 RESOLVE_SECONDS: Final = 1.0
@@ -24,47 +21,13 @@ _JOINED: Final = re.compile(r"|auto|[^\s/]+:\d+")
 """RAY_ADDRESS of a running cluster. Ray starts one for `local`, and `ray://` is a client's."""
 
 
-def check_machines(
-    settings: EngineSettings,
-    speculation: SpeculationSettings,
-    *,
-    finds: Callable[[str], object] = find_spec,
-) -> None:
-    """Raise StartFailed if a feature in the settings does not work on several machines.
+def check_ray(settings: EngineSettings, *, finds: Callable[[str], object] = find_spec) -> None:
+    """Raise StartFailed if Ray is needed and not installed, by `finds`.
 
-    Also if Ray is needed and not installed, by `finds`, or cannot be reached as a node of it.
+    Also if it cannot be reached as a node of it.
     """
-    if not settings.uses_several_machines:
+    if not settings.uses_ray:
         return
-    if settings.uses_ray:
-        _check_ray(settings, finds)
-    for is_set, change, reason in (
-        (
-            settings.prompt_kv,
-            "engine.prompt_kv to false",
-            "prompt KV is exported to the shared memory of one machine",
-        ),
-        (
-            settings.kv_offload_bytes is not None,
-            "engine.kv_offload_bytes to none",
-            "offloaded KV is in the host memory of one machine",
-        ),
-        (
-            settings.weight_transfer is not None,
-            "engine.weight_transfer to none",
-            "weights in GPU memory are handed over on one machine",
-        ),
-        (
-            speculation.mode == "drafter",
-            "speculation.mode to siblings or off",
-            "checkpoints of the draft model are files of one machine",
-        ),
-    ):
-        if is_set:
-            raise StartFailed(f"{reason}, and {_setting(settings)}; set {change}")
-
-
-def _check_ray(settings: EngineSettings, finds: Callable[[str], object]) -> None:
     if not finds("ray"):
         raise StartFailed(
             "engine.distributed_executor_backend ray needs Ray, which is not installed: install "
@@ -76,13 +39,6 @@ def _check_ray(settings: EngineSettings, finds: Callable[[str], object]) -> None
             f"RAY_ADDRESS is {address!r}, and the service must be on a node of a running cluster: "
             "set RAY_ADDRESS to host and port"
         )
-
-
-def _setting(settings: EngineSettings) -> str:
-    """The setting with which ranks are on several machines."""
-    if settings.uses_ray:
-        return "engine.distributed_executor_backend is ray"
-    return f"engine.nnodes is {settings.nnodes}"
 
 
 def network_variables(settings: EngineSettings) -> dict[str, str]:

@@ -36,7 +36,7 @@ def replacing(stock: Callable[..., Any]) -> Callable[..., Any]:
 
             return DraftSpeculator(vllm_config, device, req_states)
         if settings().mode in SIBLING_MODES:
-            from engine.speculation.gpu_speculator import SiblingSpeculator
+            from engine.speculation.worker.gpu_speculator import SiblingSpeculator
 
             return SiblingSpeculator(vllm_config, device, req_states)
         return stock(vllm_config, device, req_states)

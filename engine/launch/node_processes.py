@@ -14,14 +14,15 @@ from vllm.config import VllmConfig
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from engine.errors import StartFailed
+from engine.feature_base import StartSettings
+from engine.features import Features
 from engine.launch.arguments import WORKER_EXTENSION
-from engine.launch.machines import check_machines
+from engine.launch.machines import check_ray
 from engine.launch.model_files import resolve_served_model
 from engine.launch.processes import VllmProcesses, kill_processes
 from engine.launch.vllm_args import check_vllm_args
 from engine.runtime.leftover_files import remove_leftover_shared_memory
 from engine.settings import AttentionSettings, EngineSettings, GraphsSettings, SpeculationSettings
-from engine.speculation.startup import resolve_mode
 from engine.types import EngineHealth, EngineStage
 
 log = logging.getLogger(__name__)
@@ -50,11 +51,15 @@ class EngineNode:
         worker_extension: str = WORKER_EXTENSION,
     ) -> None:
         check_vllm_args(settings)
-        check_machines(settings, speculation)
+        check_ray(settings)
         self._settings = settings
-        self._speculation = resolve_mode(speculation, settings)
+        start_settings = StartSettings(
+            engine=settings, attention=attention, speculation=speculation, graphs=graphs
+        )
+        features = Features(start_settings)
+        features.check()
         self._processes = _RankProcesses(
-            settings, attention=attention, graphs=graphs, worker_extension=worker_extension
+            start_settings, features, worker_extension=worker_extension
         )
         self._stage: EngineStage = "starting"
         self._reason: str | None = None
@@ -96,7 +101,7 @@ class EngineNode:
         remove_leftover_shared_memory()
         model = await asyncio.to_thread(resolve_served_model, self._settings)
         try:
-            await self._processes.start(model, self._speculation)
+            await self._processes.start(model)
         except StartFailed:
             raise
         except Exception as error:  # vLLM raises Exception if a worker does not start

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.attention import register as attention
-from engine.launch import core_methods, mrv2_speculators
+from engine.launch import mrv2_speculators
 from engine.patches import (
     chunked_seed,
     cpu_amx_permission,
@@ -25,14 +24,9 @@ from engine.patches import (
 )
 from engine.runner import prompt_token_ids, routed_experts
 from engine.runtime import gc_and_process_group, start_phases
-from engine.runtime.installed_settings import (
-    attention_settings,
-    speculation_settings,
-    started_by_coppice,
-)
+from engine.runtime.installed_settings import started_by_coppice
 from engine.sampling_support import hooks as sampling_support
 from engine.sampling_support import sampling_hooks
-from engine.speculation import process_settings as speculation
 
 MODEL_PROCESSES = ("EngineCore", "VllmWorker")
 CPU_SHIM = "vllm.v1.worker.cpu.shm"
@@ -181,16 +175,19 @@ def install() -> None:
     _installed = True
     name = multiprocessing.current_process().name
     if name.startswith("EngineCore"):
+        from engine.launch import core_methods
+
         gc_and_process_group.create_process_group()
         gc_and_process_group.exit_with_service()
         core_methods.install()
         sampling_support.install_in_engine_core()
     install_patches(name)
     if name.startswith(MODEL_PROCESSES):
+        from engine import features  # not needed in vLLM's other processes
+
         sampling_support.install_in_worker()
         sampling_hooks.install()
-        attention.install(attention_settings())
-        speculation.install(speculation_settings())
+        features.install_in_worker()
         start_phases.install()
     check_cpu_shim()
     gc_and_process_group.freeze_gc()

@@ -22,13 +22,13 @@ from pydantic import ValidationError
 from vllm import __version__ as vllm_version
 from vllm import envs
 from vllm.config import VllmConfig
-from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from engine.cudagraphs.from_settings import plan_for_start
-from engine.cudagraphs.planner import Plan
 from engine.errors import EngineDead, StartFailed
+from engine.feature_base import StartSettings
+from engine.features import Features
 from engine.launch.arguments import USAGE_CONTEXT, engine_arguments, with_defaults
 from engine.launch.data_parallel import check_model, install_coordinator
 from engine.launch.environment import engine_environment
@@ -39,8 +39,7 @@ from engine.runtime.await_engine import await_engine
 from engine.runtime.leftover_files import TempDir, remove_leftover_shared_memory
 from engine.runtime.start_phases import StartPhases
 from engine.sampling_support import hooks as sampling_support
-from engine.settings import AttentionSettings, EngineSettings, GraphsSettings, SpeculationSettings
-from engine.speculation.startup import find_obstacle
+from engine.settings import EngineSettings
 
 log = logging.getLogger(__name__)
 EXIT_SECONDS: Final = 0.5
@@ -56,24 +55,16 @@ class VllmProcesses:
     """Starts, calls and stops the EngineCores and their workers."""
 
     def __init__(
-        self,
-        settings: EngineSettings,
-        *,
-        attention: AttentionSettings,
-        graphs: GraphsSettings,
-        worker_extension: str,
+        self, settings: StartSettings, features: Features, *, worker_extension: str
     ) -> None:
-        self._settings = settings
-        self._attention = attention
-        self._graphs = graphs
+        self._start_settings = settings
+        self._settings = settings.engine
+        self._features = features
         self._worker_extension = worker_extension
-        self._starting: asyncio.Future[SpeculationSettings] | None = None
+        self._starting: asyncio.Future[None] | None = None
         self._temp_dir: TempDir | None = None
         self._llm: AsyncLLM | None = None
         self.phases = StartPhases()
-        self.graph_plan: Plan | None = None
-        self.no_drafts_reason: str | None = None
-        """Reason why the mode `auto` is off, if vLLM's configuration is the reason."""
 
     @property
     def llm(self) -> AsyncLLM:
@@ -81,16 +72,13 @@ class VllmProcesses:
             raise EngineDead("the engine is not running")
         return self._llm
 
-    async def start(self, model: Path, speculation: SpeculationSettings) -> SpeculationSettings:
-        """Start vLLM in a thread, for seconds to minutes. If cancelled, call `abort_start`.
-
-        Returns the settings that apply: the mode is `off` if `no_drafts_reason` is set.
-        """
-        self._starting = asyncio.ensure_future(asyncio.to_thread(self._start, model, speculation))
+    async def start(self, model: Path) -> None:
+        """Start vLLM in a thread, for seconds to minutes. If cancelled, call `abort_start`."""
+        self._starting = asyncio.ensure_future(asyncio.to_thread(self._start, model))
         with self.phases.phase("starting processes"):
-            return await asyncio.shield(self._starting)
+            await asyncio.shield(self._starting)
 
-    def _start(self, model: Path, speculation: SpeculationSettings) -> SpeculationSettings:
+    def _start(self, model: Path) -> None:
         check_version(vllm_version)
         self._temp_dir = TempDir()
         self.phases.follow(self._temp_dir.path)
@@ -102,53 +90,44 @@ class VllmProcesses:
 
             install_ray_executor()
         with _start_failures():
-            self.no_drafts_reason = self._launch(model, speculation, self._temp_dir)
-            if self.no_drafts_reason is not None:
-                speculation = speculation.model_copy(update={"mode": "off"})
-                self._launch(model, speculation, self._temp_dir)
-        return speculation
+            while not self._launch(model, self._temp_dir):
+                pass
 
-    def _launch(
-        self, model: Path, speculation: SpeculationSettings, temp_dir: TempDir
-    ) -> str | None:
-        """Create the AsyncLLM, unless its configuration is a reason not to draft, as returned."""
-        on_cpu = current_platform.is_cpu()
+    def _launch(self, model: Path, temp_dir: TempDir) -> bool:
+        """Create the AsyncLLM; false if its configuration has changed the settings instead."""
+        settings, on_cpu = self._start_settings, current_platform.is_cpu()
+        speculation, graphs = settings.speculation, settings.graphs
         limited = with_defaults(
-            self._settings, on_cpu=on_cpu, needs_limits=self._graphs.budget_bytes is not None
+            self._settings, on_cpu=on_cpu, needs_limits=graphs.budget_bytes is not None
         )
-        self.graph_plan = plan_for_start(limited, self._graphs, speculation, model, on_cpu=on_cpu)
-        arguments = self._arguments(model, speculation, on_cpu=on_cpu)
+        plan = plan_for_start(limited, graphs, speculation, model, on_cpu=on_cpu)
+        arguments = engine_arguments(
+            self._settings,
+            model,
+            speculation=speculation,
+            on_cpu=on_cpu,
+            graphs=plan,
+            worker_extension=self._worker_extension,
+        )
         with engine_environment(
             self._settings,
-            attention=self._attention,
+            attention=settings.attention,
             speculation=speculation,
-            graphs=self.graph_plan,
+            graphs=plan,
             on_cpu=on_cpu,
             temp_dir=temp_dir.path,
         ):
             envs.disable_envs_cache()
             config = arguments.create_engine_config(USAGE_CONTEXT)
             check_model(config)
-            if (reason := find_obstacle(config, speculation)) is not None:
-                return reason
+            if not self._features.accept(config):
+                return False
             log.info("engine.seed is %d", arguments.seed)
             self._create(config)
-        return None
+        return True
 
     def _create(self, config: VllmConfig) -> None:
         self._llm = _create_llm(config)
-
-    def _arguments(
-        self, model: Path, speculation: SpeculationSettings, *, on_cpu: bool
-    ) -> AsyncEngineArgs:
-        return engine_arguments(
-            self._settings,
-            model,
-            speculation=speculation,
-            on_cpu=on_cpu,
-            graphs=self.graph_plan,
-            worker_extension=self._worker_extension,
-        )
 
     async def call_cores(self, method: str, *args: Any) -> list[Any]:
         """Call a method of every EngineCore between two of its steps. Raises EngineDead.

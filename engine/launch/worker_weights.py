@@ -4,19 +4,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Final, Literal, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar
 
 import torch
-from vllm.distributed.parallel_state import get_world_group
 
+from engine import features
 from engine.launch.worker_machines import MachineMethods
 from engine.runtime.feature_guard import Failure, attempt
 from engine.types import SleepTag
 from engine.weights import worker_reload, worker_transfer
 from engine.weights.checkpoint import LM_HEAD, Checkpoint, check_same_tensors, read_checkpoint
 from engine.weights.ipc_tensors import IpcTensor
+from engine.weights.worker_ranks import ASLEEP, failed_ranks
 
-ASLEEP: Final = "the engine sleeps"
 Source = TypeVar("Source")
 
 
@@ -61,7 +61,7 @@ class WeightMethods(MachineMethods):
             lambda: self.coppice_read_checkpoints(*paths), self.coppice_load
         )
         if answer["ok"]:
-            self.coppice_on_weights_changed()
+            features.on_weights_changed(self)
         return answer
 
     def coppice_load_drafter(self, path: str, previous_path: str) -> LoadSuccess | LoadFailure:
@@ -111,7 +111,7 @@ class WeightMethods(MachineMethods):
             self.coppice_load_received,
         )
         if answer["ok"]:
-            self.coppice_on_weights_changed()
+            features.on_weights_changed(self)
         return answer
 
     def coppice_take_opened(self) -> dict[str, torch.Tensor]:
@@ -140,12 +140,6 @@ class WeightMethods(MachineMethods):
             return _load_failure(loaded, failed, restored=is_restored, has_reloaded=is_restored)
         assert isinstance(loaded, int)
         return LoadSuccess(ok=True, num_bytes=loaded, seconds=time.monotonic() - begun)
-
-    def coppice_on_weights_changed(self) -> None:
-        """Notify the drafter that earlier text was sampled under other weights."""
-        drafter = getattr(self.model_runner, "drafter", None)
-        if drafter is not None and hasattr(drafter, "on_weights_changed"):
-            attempt(drafter.on_weights_changed)
 
     def coppice_read_checkpoints(
         self, path: str, previous_path: str, *, drafter: bool = False
@@ -193,17 +187,6 @@ class WeightMethods(MachineMethods):
         finally:
             received.clear()
         return num_bytes
-
-
-def failed_ranks(failed: bool) -> list[int]:
-    """Gather on every rank which ranks failed. All ranks must call it equally often."""
-    world = get_world_group()
-    if world.world_size == 1:
-        return [world.rank] if failed else []
-    flags = torch.zeros(world.world_size, dtype=torch.int32, device="cpu")
-    flags[world.rank_in_group] = failed
-    torch.distributed.all_reduce(flags, group=world.cpu_group)
-    return [world.ranks[i] for i in range(world.world_size) if flags[i]]
 
 
 def _load_failure(

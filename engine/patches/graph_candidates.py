@@ -19,10 +19,10 @@ from typing import Any
 
 from engine.attention.cuda_steps import is_dummy_step, step_shares
 from engine.cudagraphs.counters import COUNTERS
+from engine.cudagraphs.installed_plan import graph_plan
 from engine.cudagraphs.planner import Plan
 from engine.cudagraphs.shapes import GraphShape
 from engine.runtime.feature_guard import feature
-from engine.runtime.installed_settings import graph_plan
 
 FEATURE = feature("counting of graphs")
 

@@ -11,7 +11,8 @@ or its event loop is blocked, no ping can be read, and the delay is not the engi
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from engine.types import EngineHealth, EngineStage
@@ -38,6 +39,7 @@ class Heartbeat:
         self._stalled_seconds = 0.0
         self._last_beat = self._now()
         self._dead: str | None = None
+        self.is_asleep = False
 
     @property
     def stage(self) -> EngineStage:
@@ -46,6 +48,15 @@ class Heartbeat:
     def set_stage(self, stage: EngineStage) -> None:
         self._stage = stage
         self._last_beat = self._now()
+
+    @contextmanager
+    def activating(self) -> Iterator[None]:
+        """Change of weights or memory; afterwards the engine serves, or sleeps if it is asleep."""
+        self.set_stage("activating")
+        try:
+            yield
+        finally:
+            self.set_stage("sleeping" if self.is_asleep else "serving")
 
     def mark_dead(self, reason: str) -> None:
         self._dead = self._dead or reason

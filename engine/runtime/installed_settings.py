@@ -4,13 +4,11 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from engine.cudagraphs.planner import Plan
 from engine.settings import AttentionSettings, SpeculationSettings
 
 ENGINE_ENV = "COPPICE_ENGINE"
 ATTENTION_ENV = "COPPICE_ENGINE_ATTENTION"
 SPECULATION_ENV = "COPPICE_ENGINE_SPECULATION"
-GRAPHS_ENV = "COPPICE_ENGINE_GRAPHS"
 CACHE_ENV = "COPPICE_ENGINE_CACHE"
 DIGEST_ENV = "COPPICE_ENGINE_DIGEST"
 
@@ -37,9 +35,3 @@ def own_settings_digest() -> str:
 
 def speculation_settings() -> SpeculationSettings:
     return SpeculationSettings.model_validate_json(os.environ[SPECULATION_ENV])
-
-
-def graph_plan() -> Plan | None:
-    """The engine's CUDA graph plan, if any, read from the environment in EngineCore or a worker."""
-    text = os.environ.get(GRAPHS_ENV)
-    return Plan.from_json(text) if text else None

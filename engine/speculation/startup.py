@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 PROFILE_SECONDS = 5.0
 PROPOSER = "engine.speculation.proposer.Proposer"
 GPU_METHOD = "ngram_gpu"
-"""vLLM's method whose speculator `engine.speculation.gpu_speculator` replaces."""
+"""vLLM's method whose speculator `engine.speculation.worker.gpu_speculator` replaces."""
 
 
 def set_speculative_config(

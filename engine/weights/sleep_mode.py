@@ -3,11 +3,10 @@
 import logging
 from collections.abc import Set as AbstractSet
 
-from engine.errors import EngineDead, MemoryUnavailable
-from engine.runtime.engine_calls import EngineCalls
+from engine.errors import EngineDead, LoadFailed, MemoryUnavailable
+from engine.runtime.engine_calls import EngineCalls, SleepListener
 from engine.runtime.heartbeat import Heartbeat
 from engine.types import WEIGHTS, SleepLevel, SleepTag
-from engine.weights.loaded_adapters import LoadedAdapters
 from engine.weights.updates import ServedWeights
 
 log = logging.getLogger(__name__)
@@ -26,48 +25,37 @@ class SleepMode:
         processes: EngineCalls,
         heartbeat: Heartbeat,
         weights: ServedWeights,
-        adapters: LoadedAdapters,
+        listener: SleepListener,
     ) -> None:
         self._processes = processes
         self._heartbeat = heartbeat
         self._weights = weights
-        self._adapters = adapters
+        self._listener = listener
         self._sleeping: frozenset[SleepTag] = frozenset()
-        self._are_weights_dropped = False
-        self._are_adapters_dropped = False
-
-    @property
-    def is_asleep(self) -> bool:
-        """True while any memory is released."""
-        return bool(self._sleeping)
 
     async def sleep(self, level: SleepLevel, tags: AbstractSet[SleepTag]) -> None:
         assert not self._sleeping, "wake the engine first"
-        drops = level == 2 and WEIGHTS in tags
-        self._heartbeat.set_stage("activating")
-        try:
-            if drops:
+        drops_weights = level == 2 and WEIGHTS in tags
+        with self._heartbeat.activating():
+            if drops_weights:
                 await self._weights.check_reload()
-            self._sleeping = frozenset(tags)
-            self._are_weights_dropped = self._are_adapters_dropped = drops
+                self._weights.drop()
+            self._set_sleeping(tags)
+            self._listener.on_sleep(drops_weights=drops_weights)
             await self._call("coppice_sleep", level, sorted(tags))
-        finally:
-            self.restore_stage()
 
     async def wake(self, tags: AbstractSet[SleepTag]) -> str | None:
-        """Allocate memory with these tags; see `engine.protocol.Engine.wake`."""
-        restored = None
-        self._heartbeat.set_stage("activating")
-        try:
+        """Allocate memory with these tags; see `engine.protocol.weights.Weights.wake`."""
+        with self._heartbeat.activating():
             if woken := self._sleeping & tags:
                 await self._check_memory(woken)
                 await self._call("coppice_wake", sorted(woken))
-                self._sleeping -= woken
-            if not self._sleeping:
-                restored = await self._load_dropped()
-        finally:
-            self.restore_stage()
-        return restored
+                self._set_sleeping(self._sleeping - woken)
+            return None if self._sleeping else await self._on_awake()
+
+    def _set_sleeping(self, tags: AbstractSet[SleepTag]) -> None:
+        self._sleeping = frozenset(tags)
+        self._heartbeat.is_asleep = bool(tags)
 
     async def _check_memory(self, tags: AbstractSet[SleepTag]) -> None:
         """Raise MemoryUnavailable, before anything is changed, if a worker lacks the memory."""
@@ -77,21 +65,14 @@ class SleepMode:
                 f"the wake needs {num_bytes} bytes more than are free on the device"
             )
 
-    def on_weights_loaded(self) -> None:
-        self._are_weights_dropped = False
-        self.restore_stage()
-
-    async def _load_dropped(self) -> str | None:
+    async def _on_awake(self) -> str | None:
         """Load what was dropped; returns the version of the weights if it is another one now."""
-        restored = None
-        if self._are_weights_dropped:
-            restored = await self._weights.reload()
-            self._are_weights_dropped = False
-        if self._are_adapters_dropped:
-            if not await self._adapters.reload(self._processes):
-                self._heartbeat.mark_dead("an adapter cannot be loaded again")
-                raise EngineDead("an adapter cannot be loaded again")
-            self._are_adapters_dropped = False
+        restored = await self._weights.reload_dropped()
+        try:
+            await self._listener.on_wake()
+        except LoadFailed as error:
+            self._heartbeat.mark_dead(str(error))
+            raise EngineDead(str(error)) from error
         return restored
 
     async def _call(self, method: str, *args: object) -> None:
@@ -100,7 +81,3 @@ class SleepMode:
             log.error("%s failed: %s", method, failed[0])
             self._heartbeat.mark_dead(f"{method} failed")
             raise EngineDead("the engine's memory could not be released or allocated")
-
-    def restore_stage(self) -> None:
-        """Set the stage of an engine that does not change weights or memory."""
-        self._heartbeat.set_stage("sleeping" if self._sleeping else "serving")

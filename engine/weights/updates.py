@@ -45,6 +45,7 @@ class ServedWeights:
         self._fingerprint = fingerprint(path)
         self._initial = path, self._fingerprint
         self._were_reloaded = False
+        self._are_dropped = False
         self._are_tensors_open = False
         self.checkpoint = checkpoint
 
@@ -59,16 +60,14 @@ class ServedWeights:
         if self._is_on_several_machines:
             await self._check_all_see(path, version)
             await self._check_all_see(self._path, self._version)
-        self._heartbeat.set_stage("activating")
-        loaded = await asyncio.to_thread(fingerprint, path)
-        results = await self._processes.call_workers(
-            "coppice_load_weights", str(path), str(self._path)
-        )
-        await self._check_loaded(results)
-        num_kept = await self._on_loaded(results, version, keep_kv=keep_kv)
-        self._path, self._fingerprint, self._were_reloaded = path, loaded, True
-        self._version, self._serves_files = version, True
-        self._heartbeat.set_stage("serving")
+        with self._heartbeat.activating():
+            loaded = await asyncio.to_thread(fingerprint, path)
+            paths = str(path), str(self._path)
+            results = await self._processes.call_workers("coppice_load_weights", *paths)
+            await self._check_loaded(results)
+            num_kept = await self._on_loaded(results, version, keep_kv=keep_kv)
+            self._path, self._fingerprint, self._version = path, loaded, version
+            self._serves_files = True
         return num_kept
 
     async def _check_all_see(self, path: Path, version: str) -> None:
@@ -112,27 +111,32 @@ class ServedWeights:
 
     async def transfer(self, version: str, *, keep_kv: bool = False) -> int:
         """Load the open tensors; returns the number of tokens whose KV is kept."""
-        self._heartbeat.set_stage("activating")
         self._are_tensors_open = False
-        results = await self._processes.call_workers("coppice_load_transfer", str(self._path))
-        try:
-            await self._check_loaded(results)
-        except FilesRestored:
-            raise
-        except LoadFailed as error:
-            reason = next(result["error"] for result in results if not result["ok"])
-            raise LoadFailed(f"{error}: {reason}") from error
-        num_kept = await self._on_loaded(results, version, keep_kv=keep_kv)
-        self._serves_files, self._were_reloaded = False, True
-        self._heartbeat.set_stage("serving")
+        with self._heartbeat.activating():
+            results = await self._processes.call_workers("coppice_load_transfer", str(self._path))
+            try:
+                await self._check_loaded(results)
+            except FilesRestored:
+                raise
+            except LoadFailed as error:
+                reason = next(result["error"] for result in results if not result["ok"])
+                raise LoadFailed(f"{error}: {reason}") from error
+            num_kept = await self._on_loaded(results, version, keep_kv=keep_kv)
+            self._serves_files = False
         return num_kept
 
     async def _on_loaded(self, results: Sequence[Any], version: str, *, keep_kv: bool) -> int:
+        """Serve the loaded weights under a version; returns the number of kept tokens."""
+        num_kept = await self._serve(version, keep_kv=keep_kv)
+        self._were_reloaded, self._are_dropped = True, False
+        loaded_seconds = max(result["seconds"] for result in results)
+        log.info("loaded the weights of %s in %.3f s", version, loaded_seconds)
+        return num_kept
+
+    async def _serve(self, version: str, *, keep_kv: bool = False) -> int:
         """Reset the prefix cache and set the version; returns the number of kept tokens."""
         resets = await self._processes.call_cores("coppice_reset_prefix_cache", keep_kv)
         await self._processes.set_version(version)
-        loaded_seconds = max(result["seconds"] for result in results)
-        log.info("loaded the weights of %s in %.3f s", version, loaded_seconds)
         return sum(int(reset["num_kept_tokens"]) for reset in resets)
 
     async def _check_loaded(self, results: Sequence[Any]) -> None:
@@ -156,10 +160,8 @@ class ServedWeights:
             self._raise_partly_loaded()
         if any(one["ok"] or not one["has_reloaded"] for one in results):
             await self._restore_all()
-        await self._processes.call_cores("coppice_reset_prefix_cache")
-        await self._processes.set_version(self._version)
+        await self._serve(self._version)
         self._serves_files = True
-        self._heartbeat.set_stage("serving")
 
     async def _have_served_files_changed(self) -> bool:
         """True if the served files have changed since they were loaded."""
@@ -193,14 +195,13 @@ class ServedWeights:
         """
         if await self._have_served_files_changed():
             await self._processes.call_cores("coppice_reset_prefix_cache")
-        self._heartbeat.set_stage("serving")
 
     async def check_reload(self) -> None:
         """Check that the served files can be loaded again, by loading them once.
 
         Raises LoadFailed if the files have changed, or if vLLM cannot reload this model; then the
         weights are as before. Call it while paused. Served weights without files stay: their own
-        load has shown that vLLM can reload the model, and `reload` loads the last files.
+        load has shown that vLLM can reload the model, and `reload_dropped` loads the last files.
         """
         if not self.checkpoint.tensors:
             raise LoadFailed("random weights (engine.load_format dummy) cannot be loaded again")
@@ -210,11 +211,17 @@ class ServedWeights:
             await self._load_served_files()
             self._were_reloaded = True
 
-    async def reload(self) -> str | None:
-        """Load the last files after the weights were dropped; EngineDead if that fails.
+    def drop(self) -> None:
+        """Note that the weights are dropped; `check_reload` has shown that they can be loaded."""
+        self._are_dropped = True
+
+    async def reload_dropped(self) -> str | None:
+        """Load the last files if the weights were dropped; EngineDead if that fails.
 
         Returns their version if the dropped weights were others, without files.
         """
+        if not self._are_dropped:
+            return None
         try:
             if await self._have_served_files_changed():
                 raise LoadFailed("the files of the served weights have changed")
@@ -222,6 +229,7 @@ class ServedWeights:
         except LoadFailed as error:
             self._heartbeat.mark_dead(f"the dropped weights cannot be loaded: {error}")
             raise EngineDead("the dropped weights cannot be loaded again") from error
+        self._are_dropped = False
         if self._serves_files:
             return None
         self._serves_files = True

@@ -14,7 +14,7 @@ from typing import Literal
 
 from coppice.wire.weights import AdapterAnswer, AdaptersAnswer
 from engine.errors import CheckpointRefused, LoadFailed
-from engine.protocol import Engine
+from engine.protocol.weights import Weights
 from engine.types import AdapterInfo
 from service.adapters.adapter_files import AdapterFiles, ReceivedAdapter
 from service.errors import (
@@ -66,7 +66,7 @@ class LoadedAdapter:
 class AdapterManager:
     """Loads and unloads LoRA adapters in the engine, and counts the requests that use each."""
 
-    def __init__(self, engine: Engine, files: AdapterFiles, *, on_load: OnLoad) -> None:
+    def __init__(self, engine: Weights, files: AdapterFiles, *, on_load: OnLoad) -> None:
         self._engine = engine
         self._files = files
         self._on_load = on_load

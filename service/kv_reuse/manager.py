@@ -7,7 +7,8 @@ from pathlib import Path
 from coppice.wire.kv_reuse import KvReuse, KvReuseAnswer, KvReuseMode, KvReuseReason
 from coppice.wire.rollouts import GroupAnswer, PromptSpan, RolloutRequest
 from engine.kv_types import ExportSlot, KvLoad
-from engine.protocol import Engine
+from engine.protocol.generation import Generation
+from engine.protocol.prompt_kv import PromptKv
 from engine.types import Completion, SampleRequest
 from service.kv_reuse.observed_prompt_selection import DistanceCache
 from service.kv_reuse.observed_prompts import AnchorStore
@@ -34,7 +35,7 @@ class KvReuseManager:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: PromptKv,
         *,
         directory: Path,
         capacity_bytes: int | None,
@@ -107,7 +108,7 @@ class SpanPrompt:
     def export(self) -> ExportSlot | None:
         return None if self.plan is None else self.plan.export
 
-    async def prepare(self, engine: Engine, monitor: GroupMonitor) -> KvLoad | None:
+    async def prepare(self, engine: Generation, monitor: GroupMonitor) -> KvLoad | None:
         if self.plan is None:
             return None
         try:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from coppice.wire.kv_reuse import KvReuseReason
 from coppice.wire.rollouts import PromptSpan
 from engine.kv_types import ExportSlot, KvLoad, LoadPiece, ObservedKv
-from engine.protocol import Engine
+from engine.protocol.generation import Generation
 from engine.types import Completion, SampleRequest
 from service.kv_reuse.observed_prompt_selection import (
     AnchorSelection,
@@ -138,7 +138,7 @@ class PredictionPlan:
     _exact_tokens: int = 0
     _end: int = 0
 
-    async def prepare(self, engine: Engine, monitor: GroupMonitor) -> KvLoad | None:
+    async def prepare(self, engine: Generation, monitor: GroupMonitor) -> KvLoad | None:
         if self.lease.cache.reason is not None:
             raise ReuseFailed(self.lease.cache.reason)
         template = template_of(self.spans)

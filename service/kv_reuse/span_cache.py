@@ -24,7 +24,7 @@ from coppice.wire.kv_reuse import KvReuseReason
 from coppice.wire.rollouts import PromptSpan
 from engine.errors import EngineError
 from engine.kv_types import ExportSlot, ExportStatus, KvFormat
-from engine.protocol import Engine
+from engine.protocol.prompt_kv import PromptKv
 from service.kv_reuse.prompt_sections import Scope, digest
 from service.prompt_kv.arena import (
     PAGE_BYTES,
@@ -73,7 +73,7 @@ class SpanCache:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: PromptKv,
         *,
         directory: Path,
         capacity_bytes: int | None,

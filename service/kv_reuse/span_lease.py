@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from coppice.wire.kv_reuse import KvReuseReason
 from coppice.wire.rollouts import PromptSpan
 from engine.kv_types import ExportSlot, KvLoad
-from engine.protocol import Engine
+from engine.protocol.generation import Generation
 from engine.types import Completion, SampleRequest, Sampling
 from service.kv_reuse.prompt_sections import Scope
 from service.kv_reuse.span_cache import CacheEntry, SpanCache
@@ -77,7 +77,7 @@ class SpanLease:
             for span, cached in self._unwritten.values()
         ]
 
-    async def write(self, engine: Engine, monitor: GroupMonitor) -> None:
+    async def write(self, engine: Generation, monitor: GroupMonitor) -> None:
         """Have missing spans written, and wait for the spans that other leases have written.
 
         Raises ReuseFailed if a span cannot be written.
@@ -128,7 +128,7 @@ class SpanLease:
 
     async def _write(
         self,
-        engine: Engine,
+        engine: Generation,
         monitor: GroupMonitor,
         write_requests: Sequence[tuple[SampleRequest, CacheEntry]],
     ) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from coppice.wire.kv_reuse import KvReuseReason
 from coppice.wire.rollouts import PromptSpan
 from engine.kv_types import ExportSlot, KvLoad, LoadPiece
-from engine.protocol import Engine
+from engine.protocol.generation import Generation
 from engine.types import Completion, SampleRequest
 from service.kv_reuse.prompt_sections import joined
 from service.kv_reuse.span_lease import ReuseFailed, SpanLease
@@ -125,7 +125,7 @@ class SplicePlan:
     _any_spliced: bool = False
     _num_prefilled: int = 0
 
-    async def prepare(self, engine: Engine, monitor: GroupMonitor) -> KvLoad:
+    async def prepare(self, engine: Generation, monitor: GroupMonitor) -> KvLoad:
         """Have missing spans written; returns the KV that prefill requests and samples load."""
         if self.lease.cache.reason is not None:
             raise ReuseFailed(self.lease.cache.reason)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from coppice.wire.moves import MovedRollout
 from coppice.wire.rollouts import RolloutRequest
-from engine.protocol import Engine
+from engine.protocol.generation import Generation
 from service.cluster.key_transfers import KeyTransfers
 from service.errors import (
     IdempotencyInProgress,
@@ -51,7 +51,7 @@ class MoveReceiver:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Generation,
         versions: Versions,
         admission: Admission,
         group_factory: GroupFactory,

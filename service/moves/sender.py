@@ -10,7 +10,7 @@ from typing import Literal
 import httpx
 
 from coppice.wire.moves import MovedRollout
-from engine.protocol import Engine
+from engine.protocol.generation import Generation
 from service.cluster.key_transfers import KeyTransfers
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import Replica
@@ -46,7 +46,7 @@ class MoveSender:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Generation,
         versions: Versions,
         admission: Admission,
         rollouts: RolloutManager,

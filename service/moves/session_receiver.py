@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from coppice.wire.rollouts import RolloutRequest
 from coppice.wire.session_moves import MovedSession, MovedSessionGroup, MovedSessions
 from coppice.wire.sessions import SessionsFinish
-from engine.protocol import Engine
+from engine.protocol.engine_state import EngineState
 from service.cluster.key_transfers import KeyTransfers
 from service.cluster.membership import ClusterMembership
 from service.errors import InvalidRequest, SessionNotFound
@@ -31,7 +31,7 @@ class SessionReceiver:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineState,
         sessions: SessionManager,
         rollouts: RolloutManager,
         cluster: ClusterMembership,

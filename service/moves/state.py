@@ -3,7 +3,7 @@
 from coppice.wire.moves import FORMAT, GivenTokens, MovedGroup, MovedKey, MovedRollout
 from coppice.wire.result_formats import GroupRecord, SampleRecord, SegmentRecord
 from coppice.wire.rollouts import RolloutRequest, SampleAnswer
-from engine.protocol import Engine
+from engine.protocol.generation import Generation
 from service.rollouts.group import Group
 from service.rollouts.group_options import num_given
 from service.rollouts.idempotency import IdempotencyClaim
@@ -43,7 +43,7 @@ async def state_of(rollout: Rollout, *, source: str, version: str) -> MovedRollo
     )
 
 
-def estimated_bytes(rollout: Rollout, engine: Engine) -> int:
+def estimated_bytes(rollout: Rollout, engine: Generation) -> int:
     """Estimated size of the state as JSON, in bytes, before the rollout is suspended.
 
     The results take about half of the memory that they are counted with.
@@ -52,7 +52,7 @@ def estimated_bytes(rollout: Rollout, engine: Engine) -> int:
     return rollout.num_bytes // 2 + TOKEN_BYTES * running
 
 
-def _num_tokens(group: Group, engine: Engine) -> int:
+def _num_tokens(group: Group, engine: Generation) -> int:
     """Tokens of a group's prompt and of its running samples."""
     ids = [group.sample_ids[index] for index in group.running_indices()]
     prior = sum(len(sample.token_ids) for sample in group.options.continued)

@@ -207,14 +207,12 @@ class DrafterMetrics(MetricTable):
         super().__init__(registry)
         self.update(DrafterStatus(serving=""))
 
-    def update(self, status: DrafterStatus | None) -> None:
+    def update(self, status: DrafterStatus) -> None:
         """Update the metrics from the latest drafter status of the engine.
 
         Acceptance is exported only for the pairs of drafter and weights version in `status`, the
         latest few; older pairs are removed.
         """
-        if status is None:
-            return
         self.acceptance.clear()
         for pair in status.pairs:
             ratio = pair.accepted / max(pair.drafted, 1)

@@ -22,7 +22,7 @@ from typing import Any
 from coppice.wire.kv import KvReason
 from engine.errors import EngineError
 from engine.kv_types import ExportSlot, ExportStatus
-from engine.protocol import Engine
+from engine.protocol.prompt_kv import PromptKv
 from service.prompt_kv.arena import Arena
 from service.prompt_kv.gpu_memory import GpuKv
 from service.prompt_kv.handle import Handle
@@ -74,7 +74,7 @@ class ExportManager:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: PromptKv,
         arena: Arena,
         slots: SlotTable,
         handles: Handles,

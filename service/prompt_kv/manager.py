@@ -23,7 +23,7 @@ from coppice.wire.kv import (
     KvLocator,
     KvReason,
 )
-from engine.protocol import Engine
+from engine.protocol.prompt_kv import PromptKv
 from service.config.prompt_kv import KvSettings
 from service.errors import DRAINING_RETRY_SECONDS, Draining, KvNotFound
 from service.prompt_kv.arena import Arena, FreeBytes, default_capacity_bytes, free_bytes
@@ -49,7 +49,7 @@ class PromptKvManager:
     def __init__(
         self,
         settings: KvSettings,
-        engine: Engine,
+        engine: PromptKv,
         *,
         replica_id: str,
         active_version: Callable[[], str],

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from coppice.wire.rollouts import GroupAnswer
 from engine.kv_types import ExportSlot, KvLoad
-from engine.protocol import Engine
+from engine.protocol.generation import Generation
 from engine.types import Completion, SampleRequest
 
 
@@ -26,7 +26,7 @@ class GroupMonitor(Protocol):
 
     def on_finished(self, request_id: str) -> None: ...
 
-    async def abort_requests(self, engine: Engine) -> None:
+    async def abort_requests(self, engine: Generation) -> None:
         """Abort all requests that were submitted and have not finished."""
 
 
@@ -43,7 +43,7 @@ class PromptSource(Protocol):
     @property
     def export(self) -> ExportSlot | None: ...
 
-    async def prepare(self, engine: Engine, monitor: GroupMonitor) -> KvLoad | None:
+    async def prepare(self, engine: Generation, monitor: GroupMonitor) -> KvLoad | None:
         """Prepare the prompt KV; returns what the samples load, or None if they prefill.
 
         If this is cancelled, its requests remain in the engine; they are registered in `monitor`.
@@ -68,7 +68,7 @@ class PrefilledPrompt:
     prefills: Sequence[SampleRequest] = ()
     export: ExportSlot | None = None
 
-    async def prepare(self, engine: Engine, monitor: GroupMonitor) -> KvLoad | None:
+    async def prepare(self, engine: Generation, monitor: GroupMonitor) -> KvLoad | None:
         return None
 
     async def on_completed(self, request: SampleRequest, done: Completion) -> None:

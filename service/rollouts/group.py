@@ -32,7 +32,7 @@ from coppice.wire.rollouts import (
 )
 from coppice.wire.versions import cut_spans
 from engine.kv_types import KvLoad
-from engine.protocol import Engine
+from engine.protocol.generation import Generation
 from engine.types import Completion, SampleRequest, TokenDelta, TopLogprobs
 from service.prompt_kv.group_exports import GroupKvExports
 from service.prompt_kv.prompt_source import PrefilledPrompt, PromptSource
@@ -113,7 +113,7 @@ class Group:
         """True if the group makes no progress until its caller sends another request."""
         return False
 
-    async def run(self, engine: Engine, done: OnPart) -> GroupAnswer | None:
+    async def run(self, engine: Generation, done: OnPart) -> GroupAnswer | None:
         """Run the samples and return the answer; None if the group was suspended."""
         self.sample_ids = [uuid.uuid4().hex for _ in range(self.options.n)]
         is_settled = False
@@ -132,7 +132,7 @@ class Group:
             finally:
                 self.source.release(settled=is_settled)
 
-    async def end(self, engine: Engine, end_reason: EndReason) -> None:
+    async def end(self, engine: Generation, end_reason: EndReason) -> None:
         """Abort the running samples of the group; the tokens generated so far are in the answer."""
         if self.end_reason in (None, "suspended"):
             self.end_reason = end_reason
@@ -159,11 +159,11 @@ class Group:
     def on_finished(self, request_id: str) -> None:
         self._unfinished.discard(request_id)
 
-    async def abort_requests(self, engine: Engine) -> None:
+    async def abort_requests(self, engine: Generation) -> None:
         await engine.abort(list(self._unfinished))
         self._unfinished.clear()
 
-    async def _run_samples(self, engine: Engine, load: KvLoad | None, done: OnPart) -> None:
+    async def _run_samples(self, engine: Generation, load: KvLoad | None, done: OnPart) -> None:
         requests = self._requests(load)
         self._unfinished = {request.id for request in requests}
         completions = await engine.submit(requests)
@@ -224,7 +224,7 @@ class Group:
         )
 
     @asynccontextmanager
-    async def _deadline(self, engine: Engine) -> AsyncIterator[None]:
+    async def _deadline(self, engine: Generation) -> AsyncIterator[None]:
         """Context manager that ends the group if its deadline passes inside the context.
 
         The time spent in such contexts is added up. The submission of the requests is outside of
@@ -242,12 +242,12 @@ class Group:
             timer.cancel()
             self.seconds_used += clock() - began_at
 
-    async def _end_at_deadline(self, engine: Engine, seconds: float) -> None:
+    async def _end_at_deadline(self, engine: Generation, seconds: float) -> None:
         await asyncio.sleep(seconds)
         await self.end(engine, "deadline")
 
     async def _gather(
-        self, engine: Engine, pending: Mapping[str, Awaitable[Completion]], done: OnPart
+        self, engine: Generation, pending: Mapping[str, Awaitable[Completion]], done: OnPart
     ) -> None:
         """Wait for the group's samples; `pending` maps request ids to completions."""
         self.began_at = asyncio.get_running_loop().time() - self.seconds_before
@@ -264,7 +264,7 @@ class Group:
             self.on_finished(request.id)
 
     async def _await_sample(
-        self, engine: Engine, index: int, completion: Awaitable[Completion], done: OnPart
+        self, engine: Generation, index: int, completion: Awaitable[Completion], done: OnPart
     ) -> None:
         result = await completion
         if self.end_reason == "suspended" and result.finish == "abort":
@@ -273,7 +273,7 @@ class Group:
         else:
             await self._finish_sample(engine, index, result, done)
 
-    async def _settle_aborted(self, engine: Engine, done: OnPart) -> None:
+    async def _settle_aborted(self, engine: Generation, done: OnPart) -> None:
         """Suspend the samples that were aborted for it, unless the group has ended meanwhile."""
         for index, result in sorted(self._aborted.items()):
             if self.end_reason == "suspended" and not self._has_other_versions(result):
@@ -293,7 +293,7 @@ class Group:
         self.cached_tokens.setdefault(index, min(result.num_cached_tokens, num_prompt))
 
     async def _finish_sample(
-        self, engine: Engine, index: int, result: Completion, done: OnPart
+        self, engine: Generation, index: int, result: Completion, done: OnPart
     ) -> None:
         self.sample_seconds.append(asyncio.get_running_loop().time() - self.began_at)
         self.on_finished(self.sample_ids[index])
@@ -307,7 +307,7 @@ class Group:
         self.ended.append(answer)
         done(answer)
 
-    async def _on_sample_end(self, engine: Engine, index: int, result: Completion) -> None:
+    async def _on_sample_end(self, engine: Generation, index: int, result: Completion) -> None:
         """Count a finished sample; if the finish policy is now met, abort the others."""
         self.num_done += 1
         if self.finish_policy is None or result.finish not in ("stop", "length"):

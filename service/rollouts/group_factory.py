@@ -8,7 +8,7 @@ from functools import partial
 from coppice.wire.branching import Branching
 from coppice.wire.columns import TokenLists
 from coppice.wire.rollouts import Finish, GroupRequest, RolloutRequest
-from engine.protocol import Engine
+from engine.protocol.generation import Generation
 from service.kv_reuse.manager import KvReuseManager
 from service.kv_reuse.prompt_sections import Scope
 from service.prompt_kv.prompt_source import PrefilledPrompt, PromptSource
@@ -29,7 +29,7 @@ class GroupFactory:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Generation,
         tokenizer: Tokenizer,
         priority_aging: PriorityAging,
         kv_reuse: KvReuseManager,

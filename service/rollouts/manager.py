@@ -16,7 +16,7 @@ from coppice.wire.columns import TokenLists
 from coppice.wire.kv_versions import KeepKv
 from coppice.wire.logprobs import PromptLogprobs
 from coppice.wire.rollouts import RolloutRequest, WeightsConstraint
-from engine.protocol import Engine
+from engine.protocol.generation import Generation
 from service.adapters.manager import AdapterManager
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import new_rollout_id
@@ -50,7 +50,7 @@ class RolloutManager:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Generation,
         versions: Versions,
         tokenizer: Tokenizer,
         prompt_kv: PromptKvManager,

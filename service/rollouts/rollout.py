@@ -36,7 +36,7 @@ from coppice.wire.rollouts import (
     SegmentAnswer,
     Usage,
 )
-from engine.protocol import Engine
+from engine.protocol.generation import Generation
 from service.cluster.membership import RETRY_AFTER_SECONDS
 from service.errors import ClusterUnavailable, Draining, RedirectToReplica, ServiceError
 from service.http.exception_handlers import to_service_error
@@ -160,7 +160,7 @@ class Rollout:
             await self._log_changed.wait()
 
     async def run(
-        self, engine: Engine, prompt_kv: PromptKvManager, record_group: GroupEnded
+        self, engine: Generation, prompt_kv: PromptKvManager, record_group: GroupEnded
     ) -> None:
         rollout_id.set(self.id)
         try:
@@ -181,7 +181,7 @@ class Rollout:
             self._end()
 
     async def _run_groups(
-        self, engine: Engine, prompt_kv: PromptKvManager, record_group: GroupEnded
+        self, engine: Generation, prompt_kv: PromptKvManager, record_group: GroupEnded
     ) -> None:
         async with asyncio.TaskGroup() as tasks:
             for group in self.groups:
@@ -199,7 +199,7 @@ class Rollout:
                 self._restore_tokens(group)
 
     @asynccontextmanager
-    async def suspended(self, engine: Engine) -> AsyncIterator[bool]:
+    async def suspended(self, engine: Generation) -> AsyncIterator[bool]:
         """Context manager in which no sample runs; its value is False if the rollout has ended.
 
         Afterwards the rollout ends if it was moved, or else its samples continue here.
@@ -309,7 +309,7 @@ class Rollout:
         self.error = Draining(retry_after_seconds=30)
         self._end()
 
-    async def end(self, engine: Engine, end_reason: EndReason) -> None:
+    async def end(self, engine: Generation, end_reason: EndReason) -> None:
         for group in self.groups:
             await group.end(engine, end_reason)
 
@@ -396,7 +396,9 @@ class Rollout:
             num_samples=progress.num_samples, num_samples_done=progress.num_samples_done
         )
 
-    async def _run_group(self, engine: Engine, prompt_kv: PromptKvManager, group: Group) -> None:
+    async def _run_group(
+        self, engine: Generation, prompt_kv: PromptKvManager, group: Group
+    ) -> None:
         # Not `options.id`, which the caller chose and which could contain anything
         group_id.set(str(group.options.index))
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from coppice.wire import sampling as wire
 from coppice.wire.chat import ParsedMessage, ParsedToolCall
 from engine.errors import ChecksUnavailable, SamplingRefused
-from engine.protocol import Engine
+from engine.protocol.generation import Generation
 from engine.types import Sampling, StructuredOutputs
 from service.errors import InvalidRequest, Overloaded
 from service.fair_threads import RETRY_SECONDS, client_name, queue_errors
@@ -47,7 +47,7 @@ def limited(sampling: Sampling, room: int) -> Sampling:
     return replace(sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens))
 
 
-async def check_sampling(engine: Engine, wanted: wire.Sampling) -> None:
+async def check_sampling(engine: Generation, wanted: wire.Sampling) -> None:
     """Refuse parameters that the engine cannot apply, before anything is submitted."""
     if wanted == DEFAULT:
         return

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 from coppice.wire.logprobs import PromptLogprobs
 from coppice.wire.rollouts import RolloutRequest, WeightsConstraint
 from coppice.wire.score import ScoreAnswer, ScoredItem, ScoredResponse, ScoreItem, ScoreRequest
-from engine.protocol import Engine
+from engine.protocol.generation import Generation
 from engine.types import EngineInfo, TopLogprobRows
 from service.adapters.manager import AdapterManager
 from service.errors import InvalidRequest, PromptTooLong
@@ -49,7 +49,7 @@ class Scoring:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Generation,
         versions: Versions,
         tokenizer: Tokenizer,
         rollouts: RolloutManager,

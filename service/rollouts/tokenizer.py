@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 from coppice.wire.rollouts import Prompt
 from engine import errors
 from engine.errors import ConversationRefused, NoTurnEnd, RequestRefused
-from engine.protocol import Engine, ResponseStream
+from engine.protocol.text import ResponseStream, Text
 from engine.stop_text import response_text, tokens_of_text
 from engine.types import ChatRequest, ChatResponse, Sampling, truncated
 from service.errors import InvalidRequest, NoChatTemplate, PromptTooLong
@@ -37,7 +37,7 @@ class ResponseTokens(NamedTuple):
 class Tokenizer:
     """Runs the engine's tokenizer in threads, one piece of work at a time."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Text) -> None:
         self._engine = engine
         self._token_texts: dict[int, str] = {}
         self._threads = FairThreads("prompts", key_bytes=KEY_CHARS, total_bytes=TOTAL_CHARS)
@@ -80,7 +80,7 @@ class Tokenizer:
     async def rendered_after(
         self, chat_request: ChatRequest, index: int, last_token: int
     ) -> list[int] | None:
-        """Tokens after the assistant's message at `index`; see `Engine.encode_chat_after`.
+        """Tokens after the assistant's message at `index`; see `Text.encode_chat_after`.
 
         None if the chat template does not mark where the message ends.
         """

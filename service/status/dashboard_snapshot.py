@@ -14,7 +14,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from engine.feature_stats import SpeculationStats
-from engine.protocol import Engine
+from engine.protocol.generation import Generation
 from service.prompt_kv.handle import Handle
 from service.prompt_kv.manager import PromptKvManager
 from service.rollouts.group import Group
@@ -94,7 +94,7 @@ def snapshot(server: Server) -> dict[str, Any]:
         "num_versions": len(server.versions.all()),
         "versions": _versions(server),
         "kv": {**_kv_arena(server.prompt_kv), "transfers": server.kv_downloads.num_open},
-        "speculation": speculation(server.engine.speculation()),
+        "speculation": speculation(server.engine.stats(SpeculationStats)),
         "features": state.model_dump(mode="json").get("features"),
         "num_rollouts": len(rollouts),
         "rollouts": [_rollout(server.engine, r, rows) for r in rollouts[:MAX_ROLLOUTS]],
@@ -171,7 +171,7 @@ def _expiry_key(handle: Handle) -> tuple[bool, float]:
     return not handle.has_started, handle.remaining_seconds
 
 
-def _rollout(engine: Engine, rollout: Rollout, rows: _Rows) -> dict[str, Any]:
+def _rollout(engine: Generation, rollout: Rollout, rows: _Rows) -> dict[str, Any]:
     return {
         "id": rollout.id,
         "owner": rollout.owner,
@@ -181,7 +181,7 @@ def _rollout(engine: Engine, rollout: Rollout, rows: _Rows) -> dict[str, Any]:
     }
 
 
-def _group(engine: Engine, group: Group, rows: _Rows) -> dict[str, Any]:
+def _group(engine: Generation, group: Group, rows: _Rows) -> dict[str, Any]:
     is_tree = isinstance(group, TreeGroup)
     return {
         "index": group.options.index,
@@ -195,7 +195,7 @@ def _group(engine: Engine, group: Group, rows: _Rows) -> dict[str, Any]:
     }
 
 
-def _samples(engine: Engine, group: Group, rows: _Rows) -> list[dict[str, Any]]:
+def _samples(engine: Generation, group: Group, rows: _Rows) -> list[dict[str, Any]]:
     """Finished and running samples of a group, by index."""
     ended = group.ended[: rows.take(min(MAX_SAMPLES, len(group.ended)))]
     found = [
@@ -212,7 +212,7 @@ def _samples(engine: Engine, group: Group, rows: _Rows) -> list[dict[str, Any]]:
     return sorted(found, key=lambda sample: sample["index"])
 
 
-def _running_samples(engine: Engine, group: Group, number: int) -> list[dict[str, Any]]:
+def _running_samples(engine: Generation, group: Group, number: int) -> list[dict[str, Any]]:
     indices = list(islice(group.running_indices(), number))
     progress = engine.progress([group.sample_ids[index] for index in indices])
     return [
@@ -227,7 +227,7 @@ def _running_samples(engine: Engine, group: Group, number: int) -> list[dict[str
     ]
 
 
-def _tree(engine: Engine, group: TreeGroup, rows: _Rows) -> dict[str, Any]:
+def _tree(engine: Generation, group: TreeGroup, rows: _Rows) -> dict[str, Any]:
     """Live-page data of a tree: its segments except dropped ones, parents before children."""
     segments = group.tree.segments()
     shown = segments[: rows.take(min(MAX_SEGMENTS, len(segments)))]
@@ -252,7 +252,7 @@ def _tree(engine: Engine, group: TreeGroup, rows: _Rows) -> dict[str, Any]:
     }
 
 
-def _running_paths(engine: Engine, paths: Sequence[Path]) -> list[dict[str, Any]]:
+def _running_paths(engine: Generation, paths: Sequence[Path]) -> list[dict[str, Any]]:
     progress = engine.progress([path.id for path in paths])
     return [
         {

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
-from engine.protocol import Engine
+from engine.protocol.generation import Generation
 from service.sessions.segment import Segment
 from service.sessions.session import RunningCall, Session
 
@@ -17,7 +17,7 @@ Spans = Callable[[Iterator[tuple[str, int]]], list[dict[str, Any]]]
 
 
 def session_snapshots(
-    sessions: list[Session], engine: Engine, now: float, *, take_rows: TakeRows, spans: Spans
+    sessions: list[Session], engine: Generation, now: float, *, take_rows: TakeRows, spans: Spans
 ) -> list[dict[str, Any]]:
     """Live-page data of the sessions that were active last; those with running calls come first."""
     shown = heapq.nlargest(MAX_SESSIONS, sessions, key=lambda s: (bool(s.calls), _active_at(s)))
@@ -30,7 +30,7 @@ def _active_at(session: Session) -> float:
 
 
 def _session(
-    session: Session, engine: Engine, now: float, take_rows: TakeRows, spans: Spans
+    session: Session, engine: Generation, now: float, take_rows: TakeRows, spans: Spans
 ) -> dict[str, Any]:
     tree = session.tree
     segments = list(islice(tree.segments(), take_rows(min(MAX_SEGMENTS, tree.num_segments))))
@@ -66,7 +66,7 @@ def _segment(segment: Segment, spans: Spans) -> dict[str, Any]:
     }
 
 
-def _running(call: RunningCall, engine: Engine, spans: Spans) -> Iterator[dict[str, Any]]:
+def _running(call: RunningCall, engine: Generation, spans: Spans) -> Iterator[dict[str, Any]]:
     """Running samples of a call, each below the segment that its prompt ends with."""
     if call.rollout is None:
         return

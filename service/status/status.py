@@ -3,7 +3,15 @@
 from collections.abc import Callable
 
 from coppice.wire.control import EngineStatus, StartPhase, StatusAnswer
-from engine.protocol import Engine
+from engine.feature_stats import (
+    CudaGraphStats,
+    KeptKvStats,
+    KvRetentionStats,
+    SharedPrefixStats,
+    SpeculationStats,
+)
+from engine.protocol.engine_state import EngineState
+from engine.protocol.features import DRAFT_MODEL
 from engine.types import EngineHealth
 from service import __version__
 from service.errors import ServiceError
@@ -61,12 +69,13 @@ def update_gauges(server: Server) -> None:
     metrics.prompt_kv.transfers.set(server.kv_downloads.num_open)
     metrics.kv_reuse.update(server.kv_reuse.cache, server.kv_reuse.anchors)
     metrics.cluster.update(server.cluster)
-    metrics.attention.update(server.engine.shared_prefix())
-    metrics.kept_kv.update(server.engine.kept_kv())
-    metrics.graphs.update(server.engine.graphs())
-    metrics.session_kv.update(server.engine.session_kv())
-    metrics.speculation.update(server.engine.speculation())
-    metrics.drafter.update(server.engine.drafter())
+    metrics.attention.update(server.engine.stats(SharedPrefixStats))
+    metrics.kept_kv.update(server.engine.stats(KeptKvStats))
+    metrics.graphs.update(server.engine.stats(CudaGraphStats))
+    metrics.session_kv.update(server.engine.stats(KvRetentionStats))
+    metrics.speculation.update(server.engine.stats(SpeculationStats))
+    if (drafter := server.engine.feature(DRAFT_MODEL)) is not None:
+        metrics.drafter.update(drafter.status())
 
 
 def _start_phase(health: EngineHealth) -> StartPhase | None:
@@ -74,7 +83,7 @@ def _start_phase(health: EngineHealth) -> StartPhase | None:
     return None if phase is None else StartPhase.model_validate(phase, from_attributes=True)
 
 
-def _engine_status(engine: Engine) -> EngineStatus:
+def _engine_status(engine: EngineState) -> EngineStatus:
     shown = EngineStatus.model_fields.keys()
     return EngineStatus.model_validate({name: getattr(engine.info, name) for name in shown})
 

@@ -22,7 +22,7 @@ from engine.errors import (
     FilesRestored,
     LoadFailed,
 )
-from engine.protocol import Engine
+from engine.protocol.weights import Weights
 from engine.types import PauseMode
 from engine.weights.ipc_tensors import WeightTransfer
 from service.errors import (
@@ -59,7 +59,7 @@ class Activation:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Weights,
         versions: Versions,
         stager: WeightStager,
         rollouts: RolloutManager,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from coppice.wire.weights import DrafterAcceptance, DrafterAnswer, DrafterTraining
 from engine.errors import CheckpointRefused, DrafterRefused
-from engine.feature_stats import DrafterPairStats, DrafterStatus
-from engine.protocol import Engine
+from engine.feature_stats import DrafterPairStats
+from engine.protocol.features import DRAFT_MODEL, DraftModel, Features
 from service.checkpoint_store import CheckpointStore
 from service.errors import NoDrafter, VersionConflict, WeightsRefused
 
@@ -18,12 +18,12 @@ class DrafterManager:
     Stateless: the engine owns the drafter versions, the checkpoint store the uploads.
     """
 
-    def __init__(self, engine: Engine, checkpoints: CheckpointStore) -> None:
+    def __init__(self, engine: Features, checkpoints: CheckpointStore) -> None:
         self._engine = engine
         self._checkpoints = checkpoints
 
     def answer(self) -> DrafterAnswer:
-        status = self._status()
+        status = self._draft_model().status()
         return DrafterAnswer(
             serving=status.serving,
             candidate=status.candidate,
@@ -42,17 +42,18 @@ class DrafterManager:
 
     def serving(self) -> tuple[str, Path]:
         """Version and file path of the drafter that the engine currently uses."""
-        return self._status().serving, self._engine.drafter_file()
+        drafter = self._draft_model()
+        return drafter.status().serving, drafter.file
 
     async def upload(
         self, version: str, chunks: AsyncIterator[bytes], *, digest: str | None
     ) -> DrafterAnswer:
         """Stream an uploaded draft model to disk, check it, and submit it as the candidate."""
-        self._status()
+        drafter = self._draft_model()
         upload = await self._checkpoints.receive(chunks, digest)
         try:
-            await asyncio.to_thread(self._engine.check_drafter, upload.path)
-            await self._engine.submit_drafter(upload.path, version)
+            await asyncio.to_thread(drafter.check, upload.path)
+            await drafter.submit(upload.path, version)
         except CheckpointRefused as refused:
             raise WeightsRefused(str(refused)) from refused
         except DrafterRefused as refused:
@@ -61,11 +62,11 @@ class DrafterManager:
             self._checkpoints.discard(upload)
         return self.answer()
 
-    def _status(self) -> DrafterStatus:
-        status = self._engine.drafter()
-        if status is None:
+    def _draft_model(self) -> DraftModel:
+        found = self._engine.feature(DRAFT_MODEL)
+        if found is None:
             raise NoDrafter()
-        return status
+        return found
 
 
 def _acceptance(pair: DrafterPairStats) -> DrafterAcceptance:

@@ -7,7 +7,7 @@ samples continue, so they would run the samples that another pause has frozen.
 import asyncio
 from typing import Final
 
-from engine.protocol import Engine
+from engine.protocol.weights import Weights
 from engine.types import PauseMode
 from service.errors import VersionConflict
 from service.weights.idle_wait import IdleWait
@@ -23,7 +23,7 @@ class EnginePauses:
     Whoever changes the engine's state or weights holds `lock`.
     """
 
-    def __init__(self, engine: Engine, table: Pauses, idle_wait: IdleWait) -> None:
+    def __init__(self, engine: Weights, table: Pauses, idle_wait: IdleWait) -> None:
         self.lock = asyncio.Lock()
         self.table = table
         self._engine = engine

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 from engine.errors import EngineError, LoadFailed, MemoryUnavailable
-from engine.protocol import Engine
+from engine.protocol.weights import Weights
 from engine.types import WEIGHTS, PauseMode, SleepLevel, SleepTag
 from service.errors import Asleep, ServiceError
 from service.prompt_kv.manager import PromptKvManager
@@ -36,7 +36,7 @@ class Sleep:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Weights,
         versions: Versions,
         rollouts: RolloutManager,
         prompt_kv: PromptKvManager,

@@ -16,7 +16,7 @@ from pathlib import Path
 from coppice.weights import checkpoint_files
 from coppice.weights.checkpoint_files import INDEX, SINGLE_FILE
 from engine.errors import CheckpointRefused
-from engine.protocol import Engine
+from engine.protocol.weights import Weights
 from engine.weights.ipc_tensors import WeightTransfer
 from engine.weights.magnitudes import UNKNOWN, Magnitudes, MagnitudeScan
 from service.checkpoint_store import (
@@ -47,7 +47,7 @@ class WeightStager:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Weights,
         versions: Versions,
         checkpoints: CheckpointStore,
         announcer: Announcer,

@@ -15,7 +15,7 @@ import pytest
 from openai import AsyncOpenAI
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateTokensStreamResponse
 
-from engine.protocol import DEFAULT_SAMPLING
+from engine.protocol.text import DEFAULT_SAMPLING
 from engine.types import ChatRequest, ChatResponse, Sampling, ToolCall, ToolCallPart
 from service.compat import (
     anthropic_stream,

@@ -5,6 +5,7 @@ import re
 
 from safetensors.numpy import load_file
 
+from engine.feature_stats import SpeculationStats
 from tests.e2e.scene import Scene
 
 PROMPT = [7, 20, 21, 22]
@@ -39,9 +40,9 @@ async def check_opted_out_samples(system: Scene) -> None:
     refused = await system.greedy([PROMPT], 20, n=2, speculation=False)
     assert [len(sample.token_ids) for sample in refused.groups[0].samples] == [20, 20]
     async with asyncio.timeout(120):
-        while system.engine.speculation().skipped.get("disabled", 0) < 2:
+        while system.engine.stats(SpeculationStats).skipped.get("disabled", 0) < 2:
             await asyncio.sleep(0.1)
-    counts = system.engine.speculation()
+    counts = system.engine.stats(SpeculationStats)
     assert counts.skipped.get("failed", 0) == 0
     # How many drafts are worth verifying is measured, and may be none on this machine.
     suspended = counts.steps.get("not_worth_it", 0) + counts.steps.get("suspended", 0)

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from coppice import Branching, Kv, SampleRecord, WeightsConstraint
 from coppice.results import RolloutResult
+from engine.feature_stats import SharedPrefixStats
 from engine.settings import SpeculationSettings
 from tests.e2e.broken_files import broken_files
 from tests.e2e.drafter_checks import (
@@ -133,9 +134,9 @@ async def check_groups_and_preemption(system: Scene, v7: Any) -> None:
 async def check_prefixes_read_once(system: Scene) -> None:
     # Half of the eight groups share whole blocks; drafts save up to five steps of six.
     async with asyncio.timeout(120):
-        while system.engine.shared_prefix().rows_grouped < 4 * 8 * 60 // 6:
+        while system.engine.stats(SharedPrefixStats).rows_grouped < 4 * 8 * 60 // 6:
             await asyncio.sleep(0.1)
-    counts = system.engine.shared_prefix()
+    counts = system.engine.stats(SharedPrefixStats)
     assert counts.prefix_bytes_not_read > 0 == counts.steps_skipped["failed"]
     metrics = (await system.served.http.get("/metrics")).text
     [steps] = re.findall(r"^coppice_shared_prefix_steps_total (\S+)$", metrics, re.MULTILINE)

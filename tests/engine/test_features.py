@@ -1,5 +1,7 @@
 """Features of the engine, with reasons, by settings and by the state of the workers."""
 
+import asyncio
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -9,9 +11,11 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
 from engine.attention import register
-from engine.cudagraphs.planner import Plan
+from engine.attention.feature import UNSUPPORTED
+from engine.feature_base import StartSettings
 from engine.feature_stats import AttentionFallbackReason, AttentionState, FeatureStatus
-from engine.launch.features import UNSUPPORTED, engine_features
+from engine.features import Features
+from engine.kv_transfer.feature import KvSupport, PromptKvExport
 from engine.runtime.feature_guard import Feature
 from engine.settings import AttentionSettings, EngineSettings, SpeculationSettings
 from engine.speculation import startup
@@ -22,34 +26,48 @@ STEP_REASONS = {"cuda_graphs", "query_length", "nothing_shared", "not_worth_it"}
 """Reasons of single steps, which a process as a whole cannot have."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """Processes of an engine that has started, with the answers to its features."""
+
+    llm: Any
+    attention: AttentionState
+
+    async def call_workers(self, method: str, *args: Any) -> list[Any]:
+        assert method == "coppice_attention_state"
+        return [self.attention]
+
+    async def call_cores(self, method: str, *args: Any) -> list[Any]:
+        assert method == "coppice_can_keep_kv"
+        return [True]
+
+
 def listed(
     *,
-    device: str = "cpu",
     attention: AttentionState = "on",
     shared_prefix: Any = "auto",
-    why_off: str | None = None,
-    graphs: Plan | None = None,
     quantization: str | None = None,
     model: Any = None,
-    indirect_kv: str | None = None,
-    gpu_kv: str = "",
+    kv: KvSupport | None = None,
     **settings: Any,
 ) -> dict[str, FeatureStatus]:
+    """Features of an engine that has started, by name."""
     config = SimpleNamespace(
         model_config=model or SimpleNamespace(quantization=quantization),
         scheduler_config=SimpleNamespace(async_scheduling=True),
+        cache_config=SimpleNamespace(enable_prefix_caching=True),
     )
-    features = engine_features(
-        config,
-        EngineSettings(**settings),
-        device=device,
-        attention=(AttentionSettings(shared_prefix=shared_prefix), attention),
-        speculation=(SpeculationSettings(mode="siblings"), why_off),
-        graphs=graphs,
-        indirect_kv=indirect_kv,
-        gpu_kv=gpu_kv,
+    engine: Any = Started(llm=SimpleNamespace(vllm_config=config), attention=attention)
+    features = Features(
+        StartSettings(
+            engine=EngineSettings(**settings),
+            attention=AttentionSettings(shared_prefix=shared_prefix),
+            speculation=SpeculationSettings(mode="siblings"),
+        )
     )
-    return {feature.name: feature for feature in features}
+    asyncio.run(features.prepare(engine))
+    features.of(PromptKvExport).support = kv or KvSupport()
+    return {feature.name: feature for feature in features.status()}
 
 
 def test_every_state_of_attention_has_a_reason() -> None:
@@ -85,13 +103,14 @@ def test_attention_in_use_says_when(mode: str, reason: str) -> None:
     ],
 )
 def test_graphs_that_are_not_planned_have_a_reason(
-    device: str, eager: bool | None, reason: str
+    device: str, eager: bool | None, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert listed(device=device, eager=eager)["cuda_graph_plan"].reason == reason
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: device == "cpu")
+    assert listed(eager=eager)["cuda_graph_plan"].reason == reason
 
 
 def test_settings_enable_features() -> None:
-    off = listed(device="cuda")
+    off = listed()
     assert not any(
         off[name].enabled
         for name in ("lora_adapters", "kv_offloading", "quantization", "expert_parallel")
@@ -173,12 +192,12 @@ def test_kv_of_sessions_is_retained_unless_the_fraction_is_zero() -> None:
 
 def test_gpu_that_cannot_copy_into_shared_memory_is_reported() -> None:
     assert listed()["direct_kv_copies"].enabled
-    found = listed(indirect_kv="cudaHostRegister failed: 2")["direct_kv_copies"]
+    found = listed(kv=KvSupport(indirect_reason="cudaHostRegister failed: 2"))["direct_kv_copies"]
     assert (found.enabled, found.reason) == (False, "cudaHostRegister failed: 2")
 
 
 def test_prompt_kv_that_stays_on_the_gpu_names_its_readers() -> None:
-    assert not listed(gpu_kv="out of memory")["prompt_kv_on_gpu"].enabled
+    assert not listed(kv=KvSupport(gpu_reason="out of memory"))["prompt_kv_on_gpu"].enabled
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from tests.engine.seedling import reference
 
 TIE = 0.05
 """Of float16 against float32, in logits."""
+ATTENTION, GRAPHS = "shared_prefix_attention", "cuda_graph_plan"
 PHASES = ("served", "reloaded", "woken")
 needs_store = pytest.mark.skipif(not is_built(), reason="the draft store was not built")
 
@@ -51,7 +52,7 @@ def test_tokens_are_those_of_the_model_in_every_phase(life: Report) -> None:
 
 
 def test_group_shares_its_prefix_in_every_phase(life: Report) -> None:
-    counted = [life.counted[phase]["shared_prefix"][0] for phase in ("start", *PHASES)]
+    counted = [ranks(life, phase, ATTENTION)[0] for phase in ("start", *PHASES)]
     for before, after in zip(counted, counted[1:], strict=False):
         num_steps = after["steps_grouped"] - before["steps_grouped"]
         assert num_steps > 0
@@ -60,22 +61,27 @@ def test_group_shares_its_prefix_in_every_phase(life: Report) -> None:
 
 def test_drafts_are_accepted_in_every_phase(life: Report, request: pytest.FixtureRequest) -> None:
     mode = request.node.callspec.params["life"]
-    accepted = [num_accepted(life.counted[phase], mode) for phase in PHASES]
+    accepted = [num_accepted(life.counted[phase]) for phase in PHASES]
     if mode == "off":
         assert accepted == [0, 0, 0]
     else:
         assert 0 < accepted[0] < accepted[1] < accepted[2]
 
 
-def num_accepted(counted: Any, mode: str) -> int:
-    speculation = counted["speculation"][0]
-    if mode == "drafter":
-        speculation = counted["drafter"]["speculation"]
-    return sum(speculation["accepted"].values())
+def num_accepted(counted: Any) -> int:
+    speculation = counted["features"]["speculation"]
+    drafts = speculation["core"] or speculation["ranks"][0]
+    return sum(drafts["accepted"].values())
+
+
+def ranks(life: Report, phase: str, feature: str) -> list[Any]:
+    """Counters of a feature in all ranks."""
+    found: list[Any] = life.counted[phase]["features"][feature]["ranks"]
+    return found
 
 
 def test_planned_graphs_are_captured_and_used(life: Report) -> None:
-    start, woken = (life.counted[phase]["graphs"][0] for phase in ("start", "woken"))
+    start, woken = (ranks(life, phase, GRAPHS)[0] for phase in ("start", "woken"))
     assert start["num_graphs"] > 0
     assert woken["hits"] > start["hits"] and woken["misses"] == start["misses"]
 
@@ -100,12 +106,12 @@ def test_calls_after_the_shutdown_return(life: Report) -> None:
 
 
 def test_warm_up_and_dummy_steps_share_no_counted_prefix(life: Report) -> None:
-    counted = life.counted["start"]["shared_prefix"][0]
+    counted = ranks(life, "start", ATTENTION)[0]
     assert counted["steps_grouped"] == 0 and counted["steps_skipped"] == {}
-    assert life.counted["dummy"]["shared_prefix"] == life.counted["served"]["shared_prefix"]
+    assert ranks(life, "dummy", ATTENTION) == ranks(life, "served", ATTENTION)
 
 
 def test_warm_up_and_dummy_steps_use_no_counted_graphs(life: Report) -> None:
-    counted = life.counted["start"]["graphs"][0]
+    counted = ranks(life, "start", GRAPHS)[0]
     assert (counted["hits"], counted["mixed"], counted["misses"]) == (0, 0, [])
-    assert life.counted["dummy"]["graphs"] == life.counted["served"]["graphs"]
+    assert ranks(life, "dummy", GRAPHS) == ranks(life, "served", GRAPHS)

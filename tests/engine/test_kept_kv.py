@@ -50,6 +50,12 @@ def kv(*spans: tuple[str, int, int], first_token: int = 0) -> tuple[KvVersionSpa
     )
 
 
+def num_dropped(engine: LiveEngine) -> int:
+    """Tokens that were dropped because they were older than the request's `max_lag`."""
+    counted = engine.core.coppice_ping()["features"]["kept_kv"]["core"]
+    return int(counted["num_dropped_tokens"].get("lag", 0))
+
+
 def first_turn(engine: LiveEngine, chain: str = "a", max_lag: int | None = None) -> list[int]:
     """Tokens of a chain after its first request: its cached blocks are four."""
     [answer] = engine.ask(PROMPT, max_tokens=NUM_STEPS, chain=chain, max_lag=max_lag)
@@ -176,9 +182,11 @@ def test_blocks_that_exceed_the_lag_are_computed_again(
     tokens = first + second.token_ids
     num_cached = (len(tokens) - 1) // BLOCK * BLOCK
     assert second.kv_versions == kv(("v7", 0, 4 * BLOCK), ("v8", 4 * BLOCK, len(tokens) - 1))
-    before = engine.core.coppice_ping()["kept_kv"]["num_dropped_tokens"].get("lag", 0)
+    before = engine.core.coppice_ping()["features"]["kept_kv"]["core"]["num_dropped_tokens"].get(
+        "lag", 0
+    )
     reset = engine.swap(models["v9"], keep_kv=True)
-    dropped = engine.core.coppice_ping()["kept_kv"]["num_dropped_tokens"]["lag"] - before
+    dropped = num_dropped(engine) - before
     # The blocks of v8 were computed with those of v7 in context.
     assert (reset["num_kept_tokens"], dropped) == (0, num_cached)
     [exact] = engine.ask(tokens, max_tokens=2)

@@ -271,7 +271,7 @@ async def sampled_with_shared_prefixes(
         )
         completions = await asyncio.gather(*submitted)
         await asyncio.sleep(1.5)  # counters are read once per second
-        stats = engine.shared_prefix()
+        stats = engine.stats(SharedPrefixStats)
     finally:
         await engine.stop()
     errors = [

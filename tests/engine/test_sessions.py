@@ -190,7 +190,7 @@ async def test_logprobs_of_a_session_are_those_of_the_model(served: Served) -> N
 async def until(served: Served, holds: Callable[[KvRetentionStats], bool]) -> KvRetentionStats:
     """Wait until a heartbeat has reported counts for which a condition holds."""
     async with asyncio.timeout(30):
-        while not holds(counted := served.server.engine.session_kv()):
+        while not holds(counted := served.server.engine.stats(KvRetentionStats)):
             await asyncio.sleep(0.05)
     return counted
 

@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 
+from engine.feature_base import StartSettings
+from engine.features import Features
 from engine.launch import processes
 from engine.runtime import leftover_files
 from engine.runtime.leftover_files import SHM_DIR, files_in_use, remove_leftover_shared_memory
-from engine.settings import AttentionSettings, EngineSettings, GraphsSettings
+from engine.settings import EngineSettings
 
 
 def leave(folder: Path, *names: str) -> None:
@@ -126,11 +128,9 @@ async def test_stop_removes_files_that_a_killed_process_mapped_until_its_end(
         "remove_leftover_shared_memory",
         lambda: remove_leftover_shared_memory(shared),
     )
+    start_settings = StartSettings(engine=EngineSettings())
     engine: Any = processes.VllmProcesses(
-        EngineSettings(),
-        attention=AttentionSettings(),
-        graphs=GraphsSettings(),
-        worker_extension="",
+        start_settings, Features(start_settings), worker_extension=""
     )
     with mapping_worker(shared / "psm_mapped") as worker:
         engine._llm = LateKill(worker)

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from engine.adapters.loaded_adapters import LoadedAdapters
 from engine.errors import CheckpointRefused, EngineDead, FilesRestored, LoadFailed
 from engine.runtime.heartbeat import Heartbeat
 from engine.weights.checkpoint import read_base_checkpoint
-from engine.weights.loaded_adapters import LoadedAdapters
 from engine.weights.updates import ServedWeights
 from tests.engine.seedling import MODEL
 
@@ -168,10 +168,11 @@ async def test_all_engines_serve_the_last_files_if_weights_without_files_are_los
         else:
             await weights.update(NEW, "v1", keep_kv=True)
     failed = TRANSFER if is_transfer else load(NEW)
-    assert processes.calls == [failed, *[load(MODEL)] * reloads, RESET]
+    assert processes.calls == [failed, *[load(MODEL)] * reloads, (*RESET, False)]
     assert raised.value.version == processes.version == "v0"
     assert heartbeat.stage == "serving"
-    assert await weights.reload() is None, "the files are served"
+    weights.drop()
+    assert await weights.reload_dropped() is None, "the files are served"
 
 
 async def test_last_files_are_restored_only_if_they_are_unchanged(tmp_path: Path) -> None:
@@ -196,15 +197,19 @@ async def test_dropped_weights_without_files_are_replaced_by_the_last_files() ->
     processes.calls.clear()
     await weights.check_reload()
     assert not processes.calls, "the served weights stay until they are dropped"
-    assert await weights.reload() == processes.version == "v0"
+    weights.drop()
+    assert await weights.reload_dropped() == processes.version == "v0"
     assert processes.calls == [load(MODEL)]
 
 
 async def test_dropped_weights_with_files_are_loaded_again() -> None:
     processes = Processes([LOADED, LOADED])
     weights, _ = served(processes)
-    assert await weights.reload() is None
-    assert processes.version == "v0"
+    assert await weights.reload_dropped() is None
+    assert not processes.calls, "they are in memory"
+    weights.drop()
+    assert await weights.reload_dropped() is None
+    assert (processes.calls, processes.version) == ([load(MODEL)], "v0")
 
 
 @pytest.mark.parametrize("restoring", [RESTORED, BROKEN])

@@ -212,13 +212,10 @@ def test_start_checks_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm import __version__ as vllm_version
 
     from engine.errors import StartFailed
+    from engine.feature_base import StartSettings
+    from engine.features import Features
     from engine.launch import processes
-    from engine.settings import (
-        AttentionSettings,
-        EngineSettings,
-        GraphsSettings,
-        SpeculationSettings,
-    )
+    from engine.settings import EngineSettings
 
     checked: list[str] = []
 
@@ -227,13 +224,11 @@ def test_start_checks_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(processes, "check_version", checked.append)
     monkeypatch.setattr(processes, "plan_for_start", refuse)
+    start_settings = StartSettings(engine=EngineSettings())
     starting = processes.VllmProcesses(
-        EngineSettings(),
-        attention=AttentionSettings(),
-        graphs=GraphsSettings(),
-        worker_extension="",
+        start_settings, Features(start_settings), worker_extension=""
     )
     with pytest.raises(StartFailed, match="far enough"):
-        starting._start(Path("model"), SpeculationSettings())
+        starting._start(Path("model"))
     starting._shut_down(None)
     assert checked == [vllm_version]

@@ -16,7 +16,7 @@ from engine.speculation.controller import Draft, Int32Array
 from engine.speculation.core.scheduler_drafts import FEATURE, SchedulerDrafts
 from engine.speculation.counters import COUNTERS
 from engine.speculation.startup import GPU_METHOD
-from tests.engine.drafter.drafter_engine import drafter_engine, num_accepted, read
+from tests.engine.drafter.drafter_engine import drafter_engine, drafts, num_accepted
 from tests.engine.random_models import make_models
 from tests.engine.seedling import reference
 from tests.engine.speculation.drafting_engine import (
@@ -82,7 +82,7 @@ def test_drafts_are_accepted_after_steps_in_which_the_draft_model_did_not_run(
         assert num_accepted(live) == 0
         controller.sends = True
         answers = live.finish(*names)
-        drafted, accepted = sum(read(live)["speculation"]["drafted"].values()), num_accepted(live)
+        drafted, accepted = sum(drafts(live)["drafted"].values()), num_accepted(live)
     judge(reference(models["v7"]), OTHERS, answers)
     assert drafted > 20 and accepted > 0.8 * drafted
 

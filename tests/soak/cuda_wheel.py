@@ -42,7 +42,8 @@ from engine.kv_transfer.worker import cache_blocks, cuda_blocks, cuda_host_memor
 from engine.kv_transfer.worker import export_writer, loader, rpc
 from engine.launch import core_methods, worker
 from engine.patches import graph_candidates
-from engine.speculation import gpu_speculator, proposer
+from engine.speculation import proposer
+from engine.speculation.worker import gpu_speculator
 from engine.launch import mrv2_speculators
 from engine.weights import worker_reload
 

@@ -3,9 +3,10 @@
 import hashlib
 from typing import TYPE_CHECKING, Any
 
+from engine.cudagraphs.installed_plan import graph_plan
 from engine.drafter.acceptance_by_version import Snapshot
 from engine.drafter.core.scheduler_hooks import DraftingHooks
-from engine.runtime.installed_settings import cache_directory, graph_plan
+from engine.runtime.installed_settings import cache_directory
 from engine.speculation.baseline import cost_model, profile_key
 from engine.speculation.controller import Controller
 from engine.speculation.cost import ProfileCache, Step
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
 
 def coppice_start_drafting(self: "EngineCore", serving: str) -> bool:
     """Start choosing draft lengths, and return whether step times must be profiled first."""
-    steps, plan = drafter_profile(self).read(), graph_plan()
+    profile = self.coppice_profile = drafter_profile(self)
+    steps, plan = profile.read(), graph_plan()
     drafting = DraftingHooks(
         self.scheduler,
         max_draft_tokens=self.vllm_config.num_speculative_tokens,
@@ -27,6 +29,7 @@ def coppice_start_drafting(self: "EngineCore", serving: str) -> bool:
     )
     drafting.attach()
     self.coppice_drafting = drafting
+    self.coppice_count_drafts = drafting.speculation
     if steps is None:
         drafting.length.begin_profile()
     return steps is None

@@ -21,6 +21,7 @@ from engine.drafter.core.draft_length import Acceptance, BatchState, DraftLength
 from engine.runtime.feature_guard import feature
 from engine.speculation.controller import Controller
 from engine.speculation.counters import SCOPES, Counters
+from engine.speculation.counters import Snapshot as SpeculationSnapshot
 
 FEATURE: Final = feature("drafter")
 _SCOPE: Final = np.full((1, 64), SCOPES.index("drafter"), np.uint8)
@@ -194,12 +195,14 @@ class DraftingHooks:
         self.serving, self.on_trial = version, on_trial
 
     def read(self) -> Snapshot:
+        return Snapshot(serving=self.serving, pairs=self._pairs.read())
+
+    def speculation(self) -> SpeculationSnapshot:
+        """Counters of all drafts, whatever model has made them."""
         controller = self.length.controller
         self._counts.gain_ratio = controller.gain_ratio
         self._counts.cost_error_ratio = controller.cost.error
-        return Snapshot(
-            serving=self.serving, speculation=self._counts.read(), pairs=self._pairs.read()
-        )
+        return self._counts.read()
 
     def _batch_state(self, running: list[Any]) -> BatchState:
         return BatchState(

@@ -22,6 +22,8 @@ from engine.runtime.await_engine import await_engine
 from engine.settings import SpeculationSettings
 from engine.speculation.startup import measure_baseline, measure_step_costs
 from engine.types import Completion, EngineInfo, SampleRequest
+from engine.weights.checkpoint import read_base_checkpoint
+from engine.weights.validation import check_checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ class Drafter:
         self._drafter_dir = drafter_dir
         self._llm = llm
         self._info = info
+        self._checkpoint = read_base_checkpoint(drafter_dir.start)
         self._promotion = DrafterPromotion(drafter_dir, self._load, self._on_adopted, is_asleep)
         self._trainer: TrainerProcess | None = None
         if settings.drafter_training:
@@ -107,9 +110,9 @@ class Drafter:
     def file(self) -> Path:
         return self._drafter_dir.file(self._promotion.serving)
 
-    @property
-    def start(self) -> Path:
-        return self._drafter_dir.start
+    def check(self, path: Path) -> None:
+        """Raise CheckpointRefused if the file could not be served as this draft model."""
+        check_checkpoint(self._checkpoint, path, dtype=self._info.dtype)
 
     async def submit(self, path: Path, version: str) -> None:
         await self._promotion.submit(path, version)

@@ -17,6 +17,7 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import (
 )
 from vllm.v1.worker.utils import get_uniform_decode_token_count
 
+from engine.cudagraphs.installed_plan import graph_plan
 from engine.drafter.worker.draft_graphs import (
     CORRECTION_TOKENS,
     DraftGraphManager,
@@ -24,7 +25,6 @@ from engine.drafter.worker.draft_graphs import (
     graph_mode,
     later_pass_shapes,
 )
-from engine.runtime.installed_settings import graph_plan
 
 
 class DraftPasses(StandaloneARSpeculator):  # type: ignore[misc]

@@ -45,7 +45,7 @@ def coppice_release_session_kv(self: "EngineCore", session_ids: Sequence[str]) -
             retainer.release(session_id)
 
 
-def release_all(core: "EngineCore", *, except_blocks: Set[int]) -> None:
+def release_all(core: "EngineCore", except_blocks: Set[int]) -> None:
     """Release retained KV, because the prefix cache is reset except for some blocks."""
     retainer = getattr(core, ATTRIBUTE, None)
     if retainer is not None:

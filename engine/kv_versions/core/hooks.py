@@ -1,10 +1,13 @@
 """Hooks in vLLM's EngineCore that record the weights versions of KV."""
 
 import functools
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from engine.kv_versions.core.kept_blocks import KeptBlocks
+from engine.kv_versions.core.kept_blocks import KeptBlocks, Snapshot
 from engine.kv_versions.request_option import KV_VERSIONS, keep_option
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.core import EngineCore
 
 ALL_BLOCKS_CACHED: Final = 1 << 60
 """Count of cached blocks of a running request that must not add blocks to the prefix cache."""
@@ -40,11 +43,19 @@ def install() -> None:
     EngineCore._attach_weight_version = _with_reports(EngineCore._attach_weight_version)
 
 
-def can_keep(kv_cache_config: Any) -> bool:
-    """True if all KV cache groups consist of blocks that hold the KV of their positions alone."""
+def coppice_can_keep_kv(self: "EngineCore") -> bool:
+    """True if blocks of the model's KV cache can be kept across weights updates.
+
+    They can if all KV cache groups consist of blocks that hold the KV of their positions alone.
+    """
     from vllm.v1.kv_cache_interface import AttentionSpec
 
-    return all(isinstance(g.kv_cache_spec, AttentionSpec) for g in kv_cache_config.kv_cache_groups)
+    groups = self.scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups
+    return all(isinstance(group.kv_cache_spec, AttentionSpec) for group in groups)
+
+
+def counted(core: Any) -> Snapshot:
+    return kept_blocks(core).snapshot()
 
 
 def _with_kept_blocks(upstream: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from engine.runtime.installed_settings import graph_plan
+from engine.cudagraphs.installed_plan import graph_plan
 from engine.speculation.baseline import cost_model, may_speed_up, profile_cache
 from engine.speculation.calibration import DraftCalibration
 from engine.speculation.core.scheduler_drafts import SchedulerDrafts
@@ -33,6 +33,7 @@ def coppice_start_sibling_drafts(self: "EngineCore") -> bool:
     )
     drafts.attach()
     self.coppice_sibling_drafts = drafts
+    self.coppice_count_drafts = COUNTERS.read
     if steps is None:
         drafts.profile = Profile(longest)
     else:
@@ -51,8 +52,9 @@ def coppice_finish_sibling_profile(self: "EngineCore") -> None:
 
 
 def counted(core: "EngineCore") -> Snapshot | None:
-    """Speculation counters of this process, if drafts are looked up in it."""
-    return COUNTERS.read() if hasattr(core, "coppice_sibling_drafts") else None
+    """Counters of the drafts that this process makes, if it makes any, by siblings or a model."""
+    count = getattr(core, "coppice_count_drafts", None)
+    return None if count is None else count()
 
 
 METHODS = (

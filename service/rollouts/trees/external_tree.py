@@ -14,7 +14,7 @@ from coppice.wire.branching import BranchRequest
 from coppice.wire.columns import TokenLists
 from coppice.wire.rollouts import SegmentAnswer, SegmentFinish
 from engine.errors import EngineError
-from engine.protocol import Engine
+from engine.protocol.generation import Generation
 from service.errors import (
     IdempotencyInProgress,
     IdempotencyMismatch,
@@ -179,7 +179,7 @@ class ExternalTree(TreeGroup):
         if not branch_result.has_idempotency_key:
             await self._engine.abort(branch_result.path_ids)
 
-    async def end(self, engine: Engine, end_reason: EndReason) -> None:
+    async def end(self, engine: Generation, end_reason: EndReason) -> None:
         """End the tree; marks it as truncated unless the reason is "cancelled".
 
         Cancellation is the way in which its owner completes a tree.

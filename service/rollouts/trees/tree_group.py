@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from coppice.wire.columns import TokenLists
 from coppice.wire.rollouts import GroupAnswer, SegmentFinish
 from engine.kv_types import ExportSlot
-from engine.protocol import Engine
+from engine.protocol.generation import Generation
 from engine.types import Completion, SampleRequest
 from service.rollouts.group import Group, OnPart
 from service.rollouts.trees.path_request import (
@@ -46,7 +46,7 @@ class TreeGroup(Group):
     tree: Tree = field(init=False)
     budget: Budget = field(init=False)
     num_complete: int = 0
-    _engine: Engine = field(init=False)
+    _engine: Generation = field(init=False)
     _tasks: asyncio.TaskGroup = field(init=False)
     _done: OnPart = field(init=False)
     _paths: dict[str, Path] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class TreeGroup(Group):
         self.tree = Tree(str(self.options.index))
         self.budget = Budget(self.plan.branching.max_new_tokens_total)
 
-    async def run(self, engine: Engine, done: OnPart) -> GroupAnswer:
+    async def run(self, engine: Generation, done: OnPart) -> GroupAnswer:
         """Grow the tree and return the answer."""
         self._engine, self._done = engine, done
         self.began_at = asyncio.get_running_loop().time()

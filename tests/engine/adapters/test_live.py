@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.adapters.loaded_adapters import LoadedAdapters
 from engine.launch.arguments import adapters
 from engine.weights.checkpoint import read_base_checkpoint
-from engine.weights.loaded_adapters import LoadedAdapters
 from engine.weights.validation import check_adapter
 from tests.engine.adapters.peft_adapters import saved, under
 from tests.engine.attention.shared_engine import SharedEngine, shared_engine

@@ -7,11 +7,11 @@ import pytest
 
 from engine.cudagraphs.counters import Counters, Snapshot, aggregate_ranks
 from engine.cudagraphs.from_settings import graph_memory, plan_for_start
+from engine.cudagraphs.installed_plan import graph_plan
 from engine.cudagraphs.planner import Plan
 from engine.cudagraphs.shapes import decode
 from engine.feature_stats import CudaGraphStats
 from engine.launch.environment import NO_SPECULATION, engine_environment
-from engine.runtime.installed_settings import graph_plan
 from engine.settings import AttentionSettings, EngineSettings, GraphsSettings, SpeculationSettings
 from tests.engine.cudagraphs.managers import SEEDLING
 

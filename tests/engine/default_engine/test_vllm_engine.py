@@ -242,7 +242,7 @@ async def test_refused_request_leaves_nothing_in_the_engine(engine: VllmEngine) 
 
 
 async def test_budget_for_cuda_graphs_has_no_effect_without_a_gpu(engine: VllmEngine) -> None:
-    assert engine.graphs() == CudaGraphStats()
+    assert engine.stats(CudaGraphStats) == CudaGraphStats()
 
 
 async def test_engine_info_matches_the_model(engine: VllmEngine) -> None:

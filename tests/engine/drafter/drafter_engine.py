@@ -14,6 +14,7 @@ from engine.drafter.core.scheduler_hooks import DraftingHooks
 from engine.settings import AttentionSettings, SpeculationSettings
 from engine.speculation import process_settings
 from engine.speculation.controller import Controller
+from engine.speculation.counters import Snapshot as SpeculationSnapshot
 from tests.engine.speculation.distributions import VOCAB
 from tests.engine.speculation.drafting_engine import LONGEST, SendAllDrafts
 from tests.engine.stepped_engine import LiveEngine, live_engine
@@ -54,8 +55,14 @@ def read(engine: LiveEngine) -> Snapshot:
     return found
 
 
+def drafts(engine: LiveEngine) -> SpeculationSnapshot:
+    """Counters of the drafts in EngineCore."""
+    drafting: DraftingHooks = engine.core.coppice_drafting
+    return drafting.speculation()
+
+
 def num_accepted(engine: LiveEngine) -> int:
-    return sum(read(engine)["speculation"]["accepted"].values())
+    return sum(drafts(engine)["accepted"].values())
 
 
 class Recording:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from engine.cudagraphs.installed_plan import GRAPHS_ENV
 from engine.cudagraphs.planner import Plan
 from engine.cudagraphs.shapes import decode, mixed
-from engine.runtime.installed_settings import GRAPHS_ENV
 from tests.engine.drafter.draft_runner import (
     LONGEST,
     MAX_TOKENS,

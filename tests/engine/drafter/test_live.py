@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.runtime.feature_guard import features
-from tests.engine.drafter.drafter_engine import FIRST, drafter_engine, num_accepted, read
+from tests.engine.drafter.drafter_engine import FIRST, drafter_engine, drafts, num_accepted, read
 from tests.engine.greedy import assert_greedy
 from tests.engine.random_models import make_models
 from tests.engine.speculation.drafting_engine import LONGEST, in_group
@@ -156,4 +156,4 @@ def test_seeded_sample_is_reproducible_next_to_drafted_samples(engine: LiveEngin
     submit_groups(engine, 20)
     [among] = engine.ask([6, 7, 8], max_tokens=20, temperature=1.0, seed=5)
     assert among.token_ids[:4] == alone[0].token_ids[:4]
-    assert read(engine)["speculation"]["skipped"]["seeded"] == 2
+    assert drafts(engine)["skipped"]["seeded"] == 2

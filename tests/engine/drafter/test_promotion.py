@@ -12,7 +12,6 @@ from engine.drafter.acceptance_by_version import PairSnapshot, Snapshot
 from engine.drafter.service.checkpoint_dir import INITIAL_VERSION, DrafterDir
 from engine.drafter.service.promotion import WINDOW_DRAFTS, DrafterPromotion
 from engine.errors import DrafterRefused
-from engine.speculation.counters import Counters
 
 
 class SlowDisk(DrafterDir):
@@ -82,7 +81,6 @@ class Traffic:
         self._windows[serving] += 1
         return Snapshot(
             serving=serving,
-            speculation=Counters().read(),
             pairs=[
                 PairSnapshot(
                     drafter=name,

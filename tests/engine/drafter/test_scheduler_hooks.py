@@ -115,7 +115,7 @@ def test_acceptance_is_estimated_per_drafter_and_weights_version() -> None:
     # The last draft of d0 is verified when d1 already serves.
     assert drafted["d0", "v1"] + drafted["d1", "v1"] == 80 * ROWS
     assert drafted["d1", "v1"] == 39 * ROWS
-    assert counted["speculation"]["drafted"]["drafter"] == sum(
+    assert drafting.speculation()["drafted"]["drafter"] == sum(
         pair["drafted"] for pair in counted["pairs"]
     )
 
@@ -149,7 +149,7 @@ def test_seeded_opted_out_and_finishing_samples_get_no_drafts() -> None:
     assert (drafted["seeded"], drafted["refused"]) == (0, 0)
     assert drafted["plain"] > 1
     assert drafted["ending"] <= 1
-    assert drafting.read()["speculation"]["skipped"] == {"seeded": 1, "disabled": 1}
+    assert drafting.speculation()["skipped"] == {"seeded": 1, "disabled": 1}
 
 
 def test_profiling_runs_and_times_every_length() -> None:

@@ -4,6 +4,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,6 +49,12 @@ def first_turn(engine: LiveEngine) -> list[int]:
     return [*prompt, *answer.token_ids]
 
 
+def retained(engine: LiveEngine) -> dict[str, Any]:
+    """Counters of the retained KV."""
+    counted: dict[str, Any] = engine.core.coppice_ping()["features"]["session_kv_retention"]["core"]
+    return counted
+
+
 def flood(engine: LiveEngine) -> None:
     """Prompts of other callers that need the whole cache several times, one after the other."""
     num_blocks = engine.core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks
@@ -76,11 +83,11 @@ def play(folder: Path, family: str, fraction: float) -> tuple[Answer, Answer]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_flood_evicts_a_session_only_without_retention(tmp_path: Path, family: str) -> None:
     plain, evicted = play(tmp_path, family, 0.0)
-    paused, retained = play(tmp_path, family, 0.5)
+    paused, kept = play(tmp_path, family, 0.5)
     assert plain.num_cached_tokens > 0 and evicted.num_cached_tokens == 0
-    assert retained.num_cached_tokens >= paused.num_cached_tokens == plain.num_cached_tokens
-    assert retained.token_ids == evicted.token_ids == plain.token_ids
-    assert retained.logprobs == pytest.approx(evicted.logprobs, abs=1e-4)
+    assert kept.num_cached_tokens >= paused.num_cached_tokens == plain.num_cached_tokens
+    assert kept.token_ids == evicted.token_ids == plain.token_ids
+    assert kept.logprobs == pytest.approx(evicted.logprobs, abs=1e-4)
     assert FEATURE.state.on
 
 
@@ -111,12 +118,12 @@ def test_requests_that_need_the_whole_cache_run_as_without_retention(tmp_path: P
 def test_retained_kv_is_released_with_its_weights_and_its_session(tmp_path: Path) -> None:
     with engine_of(tmp_path / "model", "dense", 0.5) as engine:
         path = first_turn(engine)
-        assert engine.core.coppice_ping()["session_kv"]["num_blocks"] == len(path) // 32
+        assert retained(engine)["num_blocks"] == len(path) // 32
         engine.swap(save_family(tmp_path / "new", "dense", seed=6))
-        assert engine.core.coppice_ping()["session_kv"]["num_blocks"] == 0
+        assert retained(engine)["num_blocks"] == 0
         assert second_turn(engine, path).num_cached_tokens == 0
         engine.core.coppice_release_session_kv(["session", "unknown"])
-        snapshot = engine.core.coppice_ping()["session_kv"]
+        snapshot = retained(engine)
         assert snapshot["num_blocks"] == snapshot["num_sessions"] == 0
         assert snapshot["num_released"] == {"reset": 7, "ended": 9, "returned": 0}
         state = engine.core.coppice_check_pool()
@@ -128,5 +135,5 @@ def test_pause_that_recomputes_releases_retained_kv(tmp_path: Path) -> None:
     with engine_of(tmp_path, "dense", 0.5) as engine:
         path = first_turn(engine)
         with engine.paused(recompute=True):
-            assert engine.core.coppice_ping()["session_kv"]["num_blocks"] == 0
+            assert retained(engine)["num_blocks"] == 0
         assert second_turn(engine, path).num_cached_tokens == 0

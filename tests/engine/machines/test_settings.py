@@ -10,6 +10,8 @@ from pydantic import ValidationError
 from engine.cudagraphs.planner import Plan
 from engine.cudagraphs.shapes import GraphShape
 from engine.errors import StartFailed
+from engine.feature_base import StartSettings
+from engine.features import Features
 from engine.launch.data_parallel import check_settings
 from engine.launch.digests import (
     BLOCK_BYTES,
@@ -28,7 +30,7 @@ from engine.launch.environment import (
     thread_variables,
 )
 from engine.launch.machines import (
-    check_machines,
+    check_ray,
     check_serves,
     network_variables,
     set_network_variables,
@@ -60,11 +62,16 @@ def test_arguments_of_vllm_are_the_settings_of_the_same_name() -> None:
     assert EngineSettings(vllm_args=TWO | {"node_rank": 1}) == EngineSettings(**TWO, node_rank=1)
 
 
+def check_features(settings: EngineSettings, speculation: SpeculationSettings) -> None:
+    Features(StartSettings(engine=settings, speculation=speculation)).check()
+
+
 @pytest.mark.parametrize(
     ("changes", "mode", "message"),
     [
         ({"prompt_kv": True}, "off", "set engine.prompt_kv to false"),
         ({"kv_offload_bytes": 2**20}, "off", "set engine.kv_offload_bytes to none"),
+        ({"weight_transfer": "ipc"}, "off", "set engine.weight_transfer to none"),
         ({}, "drafter", "set speculation.mode to siblings or off"),
     ],
 )
@@ -72,18 +79,18 @@ def test_features_of_one_machine_are_refused(
     changes: dict[str, Any], mode: Any, message: str
 ) -> None:
     speculation = SpeculationSettings(mode=mode)
-    check_machines(EngineSettings(tensor_parallel_size=2, **changes), speculation)
+    check_features(EngineSettings(tensor_parallel_size=2, **changes), speculation)
     with pytest.raises(StartFailed, match=message) as refused:
-        check_machines(EngineSettings(**TWO, **changes), speculation)
+        check_features(EngineSettings(**TWO, **changes), speculation)
     assert "engine.nnodes is 2" in str(refused.value)
     with pytest.raises(StartFailed, match=message) as refused:
-        check_machines(EngineSettings(**RAY, **changes), speculation, finds=lambda _: True)
+        check_features(EngineSettings(**RAY, **changes), speculation)
     assert "engine.distributed_executor_backend is ray" in str(refused.value)
 
 
 def test_start_without_ray_names_the_package() -> None:
     with pytest.raises(StartFailed, match=r"install coppice-rl\[ray\]"):
-        check_machines(EngineSettings(**RAY), OFF, finds=lambda _: False)
+        check_ray(EngineSettings(**RAY), finds=lambda _: False)
 
 
 @pytest.mark.parametrize("address", ["ray://10.0.0.1:10001", "local", "LOCAL", "10.0.0.1", " "])
@@ -92,10 +99,10 @@ def test_address_that_is_not_of_a_node_is_refused(
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(StartFailed, match="must be on a node"):
-        check_machines(EngineSettings(**RAY), OFF, finds=lambda _: True)
+        check_ray(EngineSettings(**RAY), finds=lambda _: True)
     for joined in ("", "auto", "10.0.0.1:6379", "[fd00::1]:6379"):
         monkeypatch.setenv("RAY_ADDRESS", joined)
-        check_machines(EngineSettings(**RAY), OFF, finds=lambda _: True)
+        check_ray(EngineSettings(**RAY), finds=lambda _: True)
 
 
 def test_ray_is_an_argument_of_vllm_too() -> None:
@@ -105,7 +112,7 @@ def test_ray_is_an_argument_of_vllm_too() -> None:
 
 def test_ray_places_the_ranks_of_one_engine() -> None:
     with pytest.raises(StartFailed, match="distributed_executor_backend ray exclude"):
-        check_settings(EngineSettings(**RAY, data_parallel_size=2), OFF)
+        check_settings(EngineSettings(**RAY, data_parallel_size=2))
 
 
 def test_ranks_in_ray_are_not_bound_to_processors_of_the_service() -> None:

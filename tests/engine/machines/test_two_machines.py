@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.errors import EngineDead, LoadFailed, StartFailed
+from engine.feature_stats import SpeculationStats
 from engine.settings import EngineSettings, SpeculationSettings
 from engine.types import KV_CACHE, WEIGHTS, Completion, SampleRequest, Sampling, TokenDelta
 from engine.vllm_engine import VllmEngine
@@ -240,4 +241,4 @@ async def test_siblings_drafts_are_used_on_two_machines(tmp_path: Path) -> None:
     async with started(LOOPBACK, tmp_path, speculation=speculation) as (engine, _):
         for _ in range(2):
             await greedy_tokens(engine, model)
-        await wait_for(lambda: sum(engine.speculation().accepted.values()) > 0)
+        await wait_for(lambda: sum(engine.stats(SpeculationStats).accepted.values()) > 0)

@@ -20,11 +20,11 @@ import torch
 
 from engine.launch.arguments import engine_arguments
 from engine.settings import SpeculationSettings
-from engine.speculation import gpu_speculator
 from engine.speculation.controller import Controller
 from engine.speculation.core.scheduler_drafts import SchedulerDrafts
 from engine.speculation.counters import Counters
 from engine.speculation.request_table import GROUP_ARG
+from engine.speculation.worker import gpu_speculator
 from kernels.draft_index.store_protocol import Store
 from tests.engine.seedling import MODEL, settings
 from tests.engine.speculation.fake_gpu import (

@@ -13,12 +13,6 @@ from engine.attention import register as attention
 from engine.drafter.core.draft_length import DraftLengthPolicy
 from engine.errors import StartFailed
 from engine.feature_stats import FeatureStatus
-from engine.launch.baseline_methods import (
-    StepTimer,
-    coppice_begin_baseline,
-    coppice_finish_baseline,
-)
-from engine.launch.features import with_prediction
 from engine.runtime.installed_settings import CACHE_ENV
 from engine.settings import AttentionSettings, EngineSettings, GraphsSettings, SpeculationSettings
 from engine.speculation import baseline, process_settings, startup
@@ -31,9 +25,14 @@ from engine.speculation.baseline import (
     predict_gain,
 )
 from engine.speculation.controller import Controller
+from engine.speculation.core.baseline_methods import (
+    StepTimer,
+    coppice_begin_baseline,
+    coppice_finish_baseline,
+)
 from engine.speculation.cost import Step, StepCostModel
+from engine.speculation.feature import with_prediction
 from tests.engine.seedling import settings as seedling_settings
-from tests.fake_engine import FakeEngine
 
 LOSS = GainPrediction(best_speedup=0.9, overhead=1.5)
 GAIN = GainPrediction(best_speedup=2.0, overhead=1.0)
@@ -177,12 +176,11 @@ def test_gain_is_reported_relative_to_the_baseline() -> None:
 def speculation_feature(prediction: GainPrediction | None, mode: Any) -> FeatureStatus:
     """The feature `speculation` of an engine with this prediction."""
     drafts = FeatureStatus(name="speculation", enabled=True, reason="drafts")
-    info = replace(FakeEngine().info, features=(drafts,))
-    return with_prediction(info, mode, prediction).features[0]
+    return with_prediction(drafts, mode, prediction)
 
 
 @pytest.mark.parametrize(
-    ("prediction", "mode"), [(GAIN, "auto"), (GAIN, "drafter"), (None, "drafter"), (LOSS, "off")]
+    ("prediction", "mode"), [(GAIN, "auto"), (GAIN, "drafter"), (None, "drafter")]
 )
 def test_feature_is_unchanged_unless_too_little_is_predicted(
     prediction: GainPrediction | None, mode: str

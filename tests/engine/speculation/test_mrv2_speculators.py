@@ -12,7 +12,8 @@ import pytest
 from engine.drafter.worker import draft_speculator
 from engine.launch import mrv2_speculators
 from engine.settings import SpeculationMode, SpeculationSettings
-from engine.speculation import gpu_speculator, process_settings
+from engine.speculation import process_settings
+from engine.speculation.worker import gpu_speculator
 
 
 def stock(vllm_config: Any, device: Any, req_states: Any) -> str:

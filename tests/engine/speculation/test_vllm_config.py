@@ -1,6 +1,5 @@
 """vLLM's config for speculation, resolution of `auto`, and the profile cache."""
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -12,12 +11,16 @@ from vllm.platforms import current_platform
 
 from engine.attention import register
 from engine.errors import StartFailed
+from engine.feature_base import StartSettings
+from engine.feature_stats import FeatureStatus
+from engine.features import Features
 from engine.launch import processes
 from engine.launch.arguments import WORKER_EXTENSION, engine_arguments
-from engine.settings import AttentionSettings, GraphsSettings, SpeculationSettings
+from engine.settings import AttentionSettings, SpeculationSettings
 from engine.speculation import startup
 from engine.speculation.baseline import profile_key
 from engine.speculation.cost import Profile, ProfileCache, Step, draft_lengths, profile_batches
+from engine.speculation.feature import Speculation
 from engine.speculation.startup import find_obstacle, resolve_mode
 from kernels.draft_index.store import is_built
 from tests.engine.seedling import MODEL, settings
@@ -161,42 +164,45 @@ def test_drafter_needs_the_second_model_runner_on_a_gpu(monkeypatch: pytest.Monk
 
 
 @pytest.fixture
-async def on_first_runner(
-    monkeypatch: pytest.MonkeyPatch,
-) -> AsyncIterator[tuple[processes.VllmProcesses, list[Any]]]:
-    """Processes as on a GPU, and vLLM's configurations with which they have been created.
+async def created(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """vLLM's configurations with which processes, as on a GPU, have been created.
 
     The configurations are real: without Triton vLLM chooses Model Runner V1.
     """
     created: list[Any] = []
     monkeypatch.setattr(processes, "_create_llm", created.append)
     monkeypatch.setattr(processes, "current_platform", SimpleNamespace(is_cpu=lambda: False))
-    launched = processes.VllmProcesses(
-        settings(),
-        attention=AttentionSettings(),
-        graphs=GraphsSettings(),
-        worker_extension=WORKER_EXTENSION,
-    )
-    yield launched, created
-    await launched.stop()
+    return created
+
+
+async def launched(speculation: SpeculationSettings) -> tuple[StartSettings, FeatureStatus]:
+    """Settings after the start of vLLM's processes, and what the status says of drafts."""
+    start_settings = StartSettings(engine=settings(), speculation=speculation)
+    features = Features(start_settings)
+    started = processes.VllmProcesses(start_settings, features, worker_extension=WORKER_EXTENSION)
+    try:
+        await started.start(MODEL)
+    finally:
+        await started.stop()
+    [status] = features.of(Speculation).status()
+    return start_settings, status
 
 
 async def test_auto_is_off_with_the_reason_where_vllm_chooses_the_first_model_runner(
-    on_first_runner: tuple[processes.VllmProcesses, list[Any]],
+    created: list[Any],
 ) -> None:
-    launched, created = on_first_runner
-    found = await launched.start(MODEL, AUTO)
+    found, status = await launched(AUTO)
     [config] = created
-    assert found.mode == "off" and config.speculative_config is None
-    assert launched.no_drafts_reason == "vLLM uses Model Runner V1 here, as V2 needs Triton"
+    assert found.speculation.mode == "off" and config.speculative_config is None
+    reason = "vLLM uses Model Runner V1 here, as V2 needs Triton"
+    assert (status.enabled, status.reason) == (False, reason)
 
 
 async def test_siblings_do_not_start_where_vllm_chooses_the_first_model_runner(
-    on_first_runner: tuple[processes.VllmProcesses, list[Any]],
+    created: list[Any],
 ) -> None:
-    launched, created = on_first_runner
     with pytest.raises(StartFailed, match="speculation.mode siblings is not possible"):
-        await launched.start(MODEL, SIBLINGS)
+        await launched(SIBLINGS)
     assert not created
 
 

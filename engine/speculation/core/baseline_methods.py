@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from engine.speculation.baseline import baseline_cache, predict_gain, profile_cache
 from engine.speculation.cost import Profile, ProfileCache, Step
-from engine.speculation.process_settings import settings
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
@@ -101,11 +100,9 @@ def coppice_predict_gain(self: "EngineCore") -> tuple[float, float | None] | Non
 
 
 def _profile(core: "EngineCore") -> ProfileCache:
-    if settings().mode == "drafter":
-        from engine.drafter.core.engine_core_methods import drafter_profile
-
-        return drafter_profile(core)
-    return profile_cache(core.vllm_config)
+    """Cached step times with the drafts of this engine, of which a draft model has its own."""
+    profile: ProfileCache | None = getattr(core, "coppice_profile", None)
+    return profile or profile_cache(core.vllm_config)
 
 
 METHODS = (coppice_begin_baseline, coppice_finish_baseline, coppice_predict_gain)

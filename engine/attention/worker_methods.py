@@ -1,0 +1,13 @@
+"""Methods of vLLM's worker class for shared-prefix attention. They never raise."""
+
+from typing import Any
+
+from engine.attention import register
+from engine.feature_stats import AttentionState
+from engine.runtime.feature_guard import Failure, attempt
+
+
+def coppice_attention_state(self: Any) -> AttentionState:
+    """State of shared-prefix attention, once the model is loaded."""
+    state = attempt(register.state, self.model_runner)
+    return "failed" if isinstance(state, Failure) else state

@@ -1,0 +1,140 @@
+"""Exported prompt KV as a feature of the engine, and vLLM's offloading of KV beside it."""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.platforms import current_platform
+
+from engine.errors import StartFailed
+from engine.feature_base import (
+    EngineFeature,
+    WorkerPart,
+    feature_status,
+    refuse_several_machines,
+)
+from engine.feature_stats import FeatureStatus
+from engine.kv_transfer.worker.methods import METHODS
+from engine.kv_types import GpuMemory, KvFormat, LayerFormat
+from engine.settings import EngineSettings
+from engine.types import KvReason
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvSupport:
+    """Format of exported prompt KV, or the reason why there are no exports.
+
+    `indirect_reason` is the reason why a GPU does not copy directly into shared memory,
+    `gpu_memory` the memory in which KV can stay on the GPUs, per rank that exports, and
+    `gpu_reason` the reason why there is none.
+    """
+
+    format: KvFormat | None = None
+    reason: KvReason | None = None
+    indirect_reason: str | None = None
+    gpu_memory: tuple[GpuMemory, ...] = ()
+    gpu_reason: str = ""
+
+
+class PromptKvExport(EngineFeature):
+    """Prompt KV that samples export, in the arena of the service and on the GPUs."""
+
+    name = "prompt_kv"
+    worker = WorkerPart(methods=METHODS)
+    support: KvSupport = KvSupport()
+
+    def check(self) -> None:
+        settings = self.settings.engine
+        if settings.prompt_kv:
+            refuse_several_machines(
+                settings,
+                "prompt KV is exported to the shared memory of one machine",
+                "engine.prompt_kv to false",
+            )
+        if settings.data_parallel_size > 1 and settings.prompt_kv_gpu_bytes is not None:
+            raise StartFailed(
+                "engine.data_parallel_size and engine.prompt_kv_gpu_bytes exclude each other: a "
+                "handle has one GPU per rank, and does not state the engine; unset one of them"
+            )
+
+    async def prepare(self) -> None:
+        """Prepare every rank; one unsupported rank disables exports on all."""
+        settings = self.settings.engine
+        if not settings.prompt_kv:
+            off = "prompt KV is off"
+            self.support = KvSupport(reason="disabled", indirect_reason=off, gpu_reason=off)
+            return
+        gpu_bytes = settings.prompt_kv_gpu_bytes or 0
+        results = await self.engine.call_workers("coppice_prepare_kv_export", gpu_bytes)
+        config = self.engine.llm.vllm_config.model_config.hf_text_config
+        self.support = kv_support(results, settings, getattr(config, "rope_parameters", None))
+
+    def info_fields(self) -> Mapping[str, Any]:
+        found = self.support
+        return {
+            "kv_format": found.format,
+            "kv_reason": found.reason,
+            "kv_gpu_memory": found.gpu_memory,
+        }
+
+    def status(self) -> Iterable[FeatureStatus]:
+        indirect, why_off = self.support.indirect_reason, self.support.gpu_reason
+        copied = indirect or "the GPU copies prompt KV into registered shared memory"
+        yield feature_status("direct_kv_copies", indirect is None, copied)
+        kept = why_off or "exported KV also stays in GPU memory, for readers by CUDA IPC"
+        yield feature_status("prompt_kv_on_gpu", not why_off, kept, "engine.prompt_kv_gpu_bytes")
+
+    async def flush(self) -> None:
+        """Wait for exports by calling all workers, which run earlier steps and aborts first."""
+        if self.support.format is not None:
+            await self.engine.call_workers("coppice_flush_exports")
+
+
+class KvOffloading(EngineFeature):
+    """vLLM's offloading of KV to host memory, with versions in its keys."""
+
+    name = "kv_offloading"
+
+    def check(self) -> None:
+        if self.settings.engine.kv_offload_bytes is not None:
+            refuse_several_machines(
+                self.settings.engine,
+                "offloaded KV is in the host memory of one machine",
+                "engine.kv_offload_bytes to none",
+            )
+
+    def status(self) -> Iterable[FeatureStatus]:
+        num_bytes, how = self.settings.engine.kv_offload_bytes, "engine.kv_offload_bytes"
+        reason = f"{how} is " + ("none" if num_bytes is None else f"{num_bytes}")
+        yield feature_status(self.name, num_bytes is not None, reason, how)
+
+
+def kv_support(results: Sequence[Any], settings: EngineSettings, rope: Any) -> KvSupport:
+    """Format of exports, from the answers of all ranks, or the reason why there are none."""
+    reasons, memory, failures = (
+        [r.pop(name) for r in results if not isinstance(r, str)]
+        for name in ("indirect_reason", "gpu_memory", "gpu_failure")
+    )
+    if any(isinstance(result, str) or result != results[0] for result in results):
+        log.warning("prompt KV cannot be exported: %s", results)
+        reason = "the model's KV cache cannot be exported"
+        return KvSupport(reason="unsupported_cache", indirect_reason=reason, gpu_reason=reason)
+    layers = [LayerFormat(**layer) for layer in results[0].pop("layers")]
+    return KvSupport(
+        format=KvFormat.of_layers(layers, **results[0], rope=dict(rope or {})),
+        indirect_reason=next(filter(None, reasons), None),
+        gpu_memory=() if any(failures) else tuple(map(GpuMemory.from_dict, filter(None, memory))),
+        gpu_reason=_gpu_reason(settings, failures),
+    )
+
+
+def _gpu_reason(settings: EngineSettings, failures: Sequence[str | None]) -> str:
+    """Reason why no KV stays on the GPUs; empty if it does."""
+    if settings.prompt_kv_gpu_bytes is None:
+        return "engine.prompt_kv_gpu_bytes is none"
+    if current_platform.is_cpu():
+        return "there is no GPU"
+    return next(filter(None, failures), "")

@@ -1,0 +1,24 @@
+"""Methods of vLLM's worker class for prompt KV. They never raise."""
+
+from typing import Any
+
+from engine.kv_transfer.worker import rpc
+from engine.kv_transfer.worker.rpc import KvExportInfo
+from engine.runtime.feature_guard import Failure, attempt
+
+
+def coppice_prepare_kv_export(self: Any, gpu_bytes: int = 0) -> KvExportInfo | str:
+    """Prepare prompt KV exports. Returns their format, or why this rank cannot export.
+
+    The rank takes `gpu_bytes` of GPU memory for KV that stays there.
+    """
+    model = self.model_runner.model
+    answer = attempt(rpc.prepare, self.vllm_config, model, gpu_bytes=gpu_bytes)
+    return answer.message if isinstance(answer, Failure) else answer
+
+
+def coppice_flush_exports(self: Any) -> bool:
+    return not isinstance(attempt(rpc.flush), Failure)
+
+
+METHODS = (coppice_prepare_kv_export, coppice_flush_exports)

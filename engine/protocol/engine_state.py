@@ -1,0 +1,14 @@
+"""State of an engine that every part of the protocol may read."""
+
+from typing import Protocol
+
+from engine.types import EngineHealth, EngineInfo
+
+
+class EngineState(Protocol):
+    """Properties of a started engine, and its health at any time."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    def health(self) -> EngineHealth: ...

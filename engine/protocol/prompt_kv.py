@@ -1,0 +1,17 @@
+"""Prompt KV that an engine exports: its format is part of `EngineInfo`."""
+
+from typing import Protocol
+
+from engine.protocol.engine_state import EngineState
+
+
+class PromptKv(EngineState, Protocol):
+    """Exports of prompt KV, which samples with an `export` write.
+
+    flush_exports: returns when every export of a previously submitted sample that has finished or
+        was aborted is written or never will be. Then its slot may be reused. No write that began
+        earlier is still in progress either: a status that is PENDING while the engine is paused can
+        become COMMITTED only under the weights that serve after resume.
+    """
+
+    async def flush_exports(self) -> None: ...

@@ -1,0 +1,27 @@
+"""Weights from a trainer's GPU memory as a feature of the engine."""
+
+from engine.errors import StartFailed
+from engine.feature_base import EngineFeature, refuse_several_machines
+
+
+class WeightTransfer(EngineFeature):
+    """Hand-over of weights in GPU memory by CUDA IPC."""
+
+    name = "weight_transfer"
+
+    def check(self) -> None:
+        if self.settings.engine.weight_transfer is not None:
+            refuse_several_machines(
+                self.settings.engine,
+                "weights in GPU memory are handed over on one machine",
+                "engine.weight_transfer to none",
+            )
+
+    async def prepare(self) -> None:
+        """Raise StartFailed if a worker cannot receive weights in GPU memory."""
+        backend = self.settings.engine.weight_transfer
+        if backend is None:
+            return
+        obstacles = await self.engine.call_workers("coppice_transfer_obstacle")
+        if found := [obstacle for obstacle in obstacles if obstacle is not None]:
+            raise StartFailed(f"engine.weight_transfer is {backend}: {found[0]}; set it to none")
