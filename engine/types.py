@@ -1,7 +1,7 @@
 """Value types of the engine interface: requests, completions, chat, adapters, info and health."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, overload
 
@@ -323,30 +323,42 @@ class ChatResponse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
-    """A finished sample, with one logprob and one weights version per token.
+class TokenValues:
+    """Values of the tokens of a sample, one per token; None if they were not requested.
 
-    `num_cached_tokens` is the number of prompt tokens found in the prefix cache or loaded.
-    `support` has one encoded set of token ids per token (`coppice.wire.support`), if requested.
-    `stop_reason` is the stop string or stop token that ended the sample. None if it ended by the
-    model's end-of-sequence token, or for another reason.
+    `support` has encoded sets of token ids (`coppice.wire.support`).
     """
 
     token_ids: list[int]
     logprobs: list[float]
+    entropy: list[float] | None = None
+    top_logprobs: TopLogprobRows | None = None
+    given_logprobs: TopLogprobRows | None = None
+    """Logprobs of `logprob_token_ids`; minus infinity for excluded tokens."""
+    raw_logprobs: list[float] | None = None
+    support: list[bytes] | None = None
+
+    def first(self, num_tokens: int) -> dict[str, Any]:
+        """The values of the first tokens, by name."""
+        values = {each.name: getattr(self, each.name) for each in fields(TokenValues)}
+        return {name: each if each is None else each[:num_tokens] for name, each in values.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion(TokenValues):
+    """A finished sample, with one logprob and one weights version per token.
+
+    `num_cached_tokens` is the number of prompt tokens found in the prefix cache or loaded.
+    `stop_reason` is the stop string or stop token that ended the sample. None if it ended by the
+    model's end-of-sequence token, or for another reason.
+    """
+
     finish: EngineFinishReason
     versions: tuple[VersionSpan, ...]
     num_cached_tokens: int
     stop_reason: int | str | None = None
-    entropy: list[float] | None = None
-    top_logprobs: TopLogprobRows | None = None
-    given_logprobs: TopLogprobRows | None = None
-    """Logprobs of `logprob_token_ids`, if requested; minus infinity for excluded tokens."""
-    raw_logprobs: list[float] | None = None
-    support: list[bytes] | None = None
     kv_versions: tuple[KvVersionSpan, ...] = ()
     """Versions of the KV that the tokens were conditioned on; the last token has no KV."""
-    """Number of weights updates since the oldest of this KV was computed."""
     routed_experts: NDArray[np.integer[Any]] | None = None
     """Experts [positions, layers, experts per token] from `experts_from` on, without the last
     token, which the model has not read."""

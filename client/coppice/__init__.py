@@ -57,7 +57,6 @@ from coppice.prompt_kv.server_kv_source import KvSource
 from coppice.prompts import PromptLike
 from coppice.results import Group, RolloutResult, Sample, Segment, Tree
 from coppice.sessions import AgentSession, SessionGroup, SessionResult
-from coppice.support import Support
 from coppice.transport.retry import Retry
 from coppice.tree_plot import plot_tree
 from coppice.weights.gpu_weights import GpuWeights
@@ -85,12 +84,13 @@ from coppice.wire.rollouts import (
     Prompt,
     PromptSpan,
     Usage,
-    VersionSpan,
     WeightsConstraint,
 )
 from coppice.wire.sampling import StructuredOutputs
 from coppice.wire.score import ScoreItem
 from coppice.wire.sessions import SessionsFinish
+from coppice.wire.support import Support
+from coppice.wire.versions import VersionSpan
 from coppice.wire.weights import (
     ActivationAnswer,
     AdapterAnswer,

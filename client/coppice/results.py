@@ -8,14 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from coppice.support import Support, joined_support
 from coppice.wire.chat import ParsedMessage
+from coppice.wire.columns import TokenArrays, TokenColumns, columns_of
 from coppice.wire.kv import KvHandle, KvReason
 from coppice.wire.kv_reuse import KvReuseAnswer
-from coppice.wire.kv_versions import KvVersionSpan, joined_kv_versions
-from coppice.wire.logprobs import PromptLogprobs, TokenLogprobs, joined_logprobs
+from coppice.wire.logprobs import PromptLogprobs
 from coppice.wire.result_formats import Packed, Part, parts_of
 from coppice.wire.rollouts import (
     FinishReason,
@@ -26,51 +25,29 @@ from coppice.wire.rollouts import (
     SegmentAnswer,
     SegmentFinish,
     Usage,
-    VersionSpan,
 )
-from coppice.wire.routed_experts import RoutedExperts
-from coppice.wire.support import SupportAnswer, rows_of, split_rows
-from coppice.wire.version_span_slicing import joined_spans
 
 _FINISHED = frozenset({"stop", "length", "error"})
 
 
 # NumPy's == is elementwise, so these dataclasses compare by identity.
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Sample:
+class Sample(TokenColumns[NDArray[np.int64], NDArray[np.float32]]):
     """One finished sample (response) of a prompt.
 
     logprobs[i] belongs to token_ids[i]. `versions` gives the weights version of each token, as
     ranges of token indices, `kv_versions` that of the KV that the tokens were conditioned on, as
     ranges of positions in prompt and response. `stop_reason` is the stop string or stop token that
     ended the sample. support[i] are the ids that token i was sampled from, if `return_support` was
-    set.
+    set. `top_logprobs`, `given_logprobs`, `raw_logprobs` and `routed_experts` are present if they
+    were requested.
     """
 
     index: int
-    token_ids: NDArray[np.int64]
-    logprobs: NDArray[np.float32]
     text: str | None
     finish_reason: FinishReason
-    versions: tuple[VersionSpan, ...]
-    kv_versions: tuple[KvVersionSpan, ...] = ()
     stop_reason: int | str | None = None
-    top_logprobs: TokenLogprobs | None = None
-    """Most probable tokens at each token, if they were requested.
-
-    Tokens that a resumed sample already had have none.
-    """
-    given_logprobs: TokenLogprobs | None = None
-    """Logprobs of `logprob_token_ids` at each token, like `top_logprobs`."""
-    raw_logprobs: NDArray[np.float32] | None = None
-    """Logprobs of the tokens under the model's own distribution, if they were requested."""
-    support: Support | None = None
     message: ParsedMessage | None = None
-    routed_experts: RoutedExperts | None = None
-    """Experts that the model selected for each token that it has read, if they were requested.
-
-    For a resumed sample they begin where those of its earlier part end; see `RoutedExperts.joined`.
-    """
 
     def token_versions(self) -> list[str]:
         """Weights version that generated each token of the sample."""
@@ -78,7 +55,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Segment:
+class Segment(TokenColumns[NDArray[np.int64], NDArray[np.float32]]):
     """Node of a rollout tree: the tokens sampled between two branch points.
 
     logprobs[i] belongs to token_ids[i]. `parent` is None for a segment that starts at the prompt.
@@ -93,20 +70,11 @@ class Segment:
     id: str
     parent: str | None
     depth: int
-    token_ids: NDArray[np.int64]
-    logprobs: NDArray[np.float32]
-    entropy: NDArray[np.float32] | None
     finish_reason: SegmentFinish
     num_leaves: int
-    versions: tuple[VersionSpan, ...]
-    kv_versions: tuple[KvVersionSpan, ...] = ()
     stop_reason: int | str | None = None
-    support: Support | None = None
     kv: KvHandle | None = None
     kv_reason: KvReason | None = None
-    top_logprobs: TokenLogprobs | None = None
-    given_logprobs: TokenLogprobs | None = None
-    raw_logprobs: NDArray[np.float32] | None = None
     sampled: bool = True
 
     def token_logprobs(self) -> NDArray[np.float32]:
@@ -168,24 +136,12 @@ class Tree:
         path = self.path(leaf)
         finish = path[-1].finish_reason
         return Sample(
+            **TokenColumns.joined(path).columns(),
             index=index,
-            token_ids=np.concatenate([segment.token_ids for segment in path]),
-            logprobs=np.concatenate([segment.token_logprobs() for segment in path]),
             text=None,
             finish_reason="length" if finish == "cut" or finish == "budget" else finish,
-            versions=tuple(joined_spans((s.versions, len(s.token_ids)) for s in path)),
-            kv_versions=tuple(joined_kv_versions((s.kv_versions, len(s.token_ids)) for s in path)),
             stop_reason=path[-1].stop_reason,
-            top_logprobs=joined_logprobs(segment.top_logprobs for segment in path),
-            given_logprobs=joined_logprobs(segment.given_logprobs for segment in path),
-            raw_logprobs=_joined_raw([segment.raw_logprobs for segment in path]),
-            support=joined_support([segment.support for segment in path if segment.sampled]),
         )
-
-
-def _joined_raw(parts: Sequence[NDArray[np.float32] | None]) -> NDArray[np.float32] | None:
-    known = [part for part in parts if part is not None]
-    return np.concatenate(known) if known and len(known) == len(parts) else None
 
 
 def tree_of(segments: Iterable[Segment], leaves: Sequence[str]) -> Tree:
@@ -253,17 +209,11 @@ class RolloutResult:
 
 
 def sample_of(answer: SampleAnswer) -> Sample:
-    return _sample_of(answer, answer.token_ids, answer.logprobs, _support_of(answer.support))
+    return _sample_of(answer, columns_of(answer).arrays())
 
 
 def segment_of(answer: SegmentAnswer) -> Segment:
-    entropy = [] if answer.entropy is None else answer.entropy
-    support = _support_of(answer.support)
-    return _segment_of(answer, answer.token_ids, answer.logprobs, entropy, support)
-
-
-def _support_of(answer: SupportAnswer | None) -> Support | None:
-    return None if answer is None else Support(tuple(rows_of(answer)), answer.vocab_size)
+    return _segment_of(answer, columns_of(answer).arrays())
 
 
 def group_of(head: GroupHead, samples: Iterable[Sample], segments: Iterable[Segment]) -> Group:
@@ -289,31 +239,15 @@ def group_of(head: GroupHead, samples: Iterable[Sample], segments: Iterable[Segm
 
 
 def result_of(answer: RolloutAnswer) -> RolloutResult:
-    return _result_of(answer, map(_part_of, parts_of(answer)))
+    return _result_of(
+        answer, (_part_of(part, columns_of(part).arrays()) for part in parts_of(answer))
+    )
 
 
 def result_of_packed(packed: Packed) -> RolloutResult:
-    """Builds a rollout result from packed arrays. Raises ValueError if they are inconsistent."""
-    answers = list(parts_of(packed.answer))
-    lengths = np.diff(packed.offsets)
-    if len(lengths) != len(answers) or (lengths < 0).any() or packed.offsets[0] != 0:
-        raise ValueError("the offsets do not match the samples")
-    entropy = packed.token_ids if packed.entropy is None else packed.entropy
-    if len(entropy) != len(packed.token_ids):
-        raise ValueError("the entropies do not match the tokens")
-    if not packed.offsets[-1] == len(packed.token_ids) == len(packed.logprobs):
-        raise ValueError("the offsets do not match the tokens")
-    borders = packed.offsets[1:-1]
-    parts = zip(
-        answers,
-        np.split(packed.token_ids, borders),
-        np.split(packed.logprobs, borders),
-        np.split(entropy, borders),
-        _packed_supports(packed, answers, borders),
-        # np.split returns one array even if there are no samples.
-        strict=bool(answers),
-    )
-    return _result_of(packed.answer, (_part_with(*part) for part in parts))
+    """Builds a rollout result from packed arrays."""
+    parts = zip(parts_of(packed.answer), packed.columns, strict=True)
+    return _result_of(packed.answer, (_part_of(*part) for part in parts))
 
 
 def _result_of(answer: RolloutAnswer, parts: Iterator[Sample | Segment]) -> RolloutResult:
@@ -331,97 +265,35 @@ def _result_of(answer: RolloutAnswer, parts: Iterator[Sample | Segment]) -> Roll
     )
 
 
-def _part_of(answer: Part) -> Sample | Segment:
-    return sample_of(answer) if isinstance(answer, SampleAnswer) else segment_of(answer)
-
-
-def _packed_supports(
-    packed: Packed, answers: Sequence[Part], borders: NDArray[np.int64]
-) -> list[Support | None]:
-    """Support of each part of a packed result. Raises ValueError if the rows are inconsistent."""
-    if packed.support_lengths is None or packed.support_data is None:
-        return [None] * max(len(answers), 1)
-    if len(packed.support_lengths) != len(packed.token_ids):
-        raise ValueError("the supports do not match the tokens")
-    lengths = np.split(packed.support_lengths.astype(np.int64), borders)
-    ends = np.cumsum([part.sum() for part in lengths])
-    if ends[-1] != len(packed.support_data):
-        raise ValueError("the lengths of the supports do not match their bytes")
-    data = np.split(packed.support_data, ends[:-1])
-    return [_packed_support(*part) for part in zip(answers, lengths, data, strict=bool(answers))]
-
-
-def _packed_support(
-    answer: Part, lengths: NDArray[np.int64], data: NDArray[np.uint8]
-) -> Support | None:
-    if answer.support is None:
-        return None
-    size = answer.support.vocab_size
-    return Support(tuple(split_rows(data.tobytes(), lengths.tolist(), size)), size)
-
-
-def _part_with(
-    answer: Part,
-    token_ids: ArrayLike,
-    logprobs: ArrayLike,
-    entropy: ArrayLike,
-    support: Support | None,
-) -> Sample | Segment:
+def _part_of(answer: Part, columns: TokenArrays) -> Sample | Segment:
     if isinstance(answer, SampleAnswer):
-        return _sample_of(answer, token_ids, logprobs, support)
-    return _segment_of(answer, token_ids, logprobs, entropy, support)
+        return _sample_of(answer, columns)
+    return _segment_of(answer, columns)
 
 
-def _raw_of(answer: Part) -> NDArray[np.float32] | None:
-    return None if answer.raw_logprobs is None else np.array(answer.raw_logprobs, np.float32)
-
-
-def _segment_of(
-    answer: SegmentAnswer,
-    token_ids: ArrayLike,
-    logprobs: ArrayLike,
-    entropy: ArrayLike,
-    support: Support | None,
-) -> Segment:
-    has_entropy = answer.entropy is not None
+def _segment_of(answer: SegmentAnswer, columns: TokenArrays) -> Segment:
+    if not answer.sampled:
+        columns = replace(columns, logprobs=np.zeros(0, np.float32))
     return Segment(
+        **columns.columns(),
         id=answer.id,
         parent=answer.parent,
         depth=answer.depth,
-        token_ids=np.array(token_ids, dtype=np.int64),
-        logprobs=np.array(logprobs if answer.sampled else [], dtype=np.float32),
-        entropy=np.array(entropy, dtype=np.float32) if has_entropy else None,
         finish_reason=answer.finish_reason,
         num_leaves=answer.num_leaves or 0,
-        versions=tuple(answer.versions),
-        kv_versions=tuple(answer.kv_versions),
         stop_reason=answer.stop_reason,
-        support=support,
         kv=answer.kv,
         kv_reason=answer.kv_reason,
-        top_logprobs=answer.top_logprobs,
-        given_logprobs=answer.given_logprobs,
-        raw_logprobs=_raw_of(answer),
         sampled=answer.sampled,
     )
 
 
-def _sample_of(
-    answer: SampleAnswer, token_ids: ArrayLike, logprobs: ArrayLike, support: Support | None
-) -> Sample:
+def _sample_of(answer: SampleAnswer, columns: TokenArrays) -> Sample:
     return Sample(
+        **columns.columns(),
         index=answer.index,
-        token_ids=np.array(token_ids, dtype=np.int64),
-        logprobs=np.array(logprobs, dtype=np.float32),
         text=answer.text,
         finish_reason=answer.finish_reason,
-        versions=tuple(answer.versions),
-        kv_versions=tuple(answer.kv_versions),
         stop_reason=answer.stop_reason,
-        top_logprobs=answer.top_logprobs,
-        given_logprobs=answer.given_logprobs,
-        raw_logprobs=_raw_of(answer),
-        support=support,
         message=answer.message,
-        routed_experts=answer.routed_experts,
     )

@@ -6,13 +6,13 @@ from typing import Any, TypedDict, Unpack
 from coppice.prompts import PromptLike, groups_of
 from coppice.results import Sample
 from coppice.wire.branching import Branching
+from coppice.wire.columns import TokenFields
 from coppice.wire.kv import Kv
 from coppice.wire.kv_reuse import KvReuse
-from coppice.wire.kv_versions import ChainKeepKv, GivenKvSpan
+from coppice.wire.kv_versions import ChainKeepKv
 from coppice.wire.rollouts import (
     ContinueFrom,
     Finish,
-    GivenSpan,
     LogprobsMode,
     RolloutRequest,
     UnfinishedSample,
@@ -43,26 +43,8 @@ def to_continue_from(samples: Iterable[Iterable[Sample]]) -> ContinueFrom | None
 
 
 def _unfinished(sample: Sample, group: int) -> UnfinishedSample:
-    return UnfinishedSample(
-        group=group,
-        token_ids=sample.token_ids.tolist(),
-        logprobs=sample.logprobs.tolist(),
-        raw_logprobs=None if sample.raw_logprobs is None else sample.raw_logprobs.tolist(),
-        support=None if sample.support is None else sample.support.to_wire(),
-        versions=[
-            GivenSpan(version=span.version, start=span.start, end=span.end, adapter=span.adapter)
-            for span in sample.versions
-        ],
-        kv_versions=[
-            GivenKvSpan(
-                version=span.version,
-                start=span.start,
-                end=span.end,
-                first_token=span.first_token,
-            )
-            for span in sample.kv_versions
-        ],
-    )
+    fields = TokenFields.model_construct(**sample.wire_fields(UnfinishedSample)).model_dump()
+    return UnfinishedSample(**fields, group=group)
 
 
 class RolloutOptions(TypedDict, total=False):

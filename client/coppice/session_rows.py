@@ -14,11 +14,10 @@ from numpy.typing import NDArray
 
 from coppice.results import Group, Segment, Tree
 from coppice.sessions import SessionResult, hidden_ends
-from coppice.support import Support, joined_support
-from coppice.wire.kv_versions import KvVersionSpan, joined_kv_versions
-from coppice.wire.rollouts import VersionSpan
-from coppice.wire.support import ALL
-from coppice.wire.version_span_slicing import joined_spans
+from coppice.wire.columns import TokenColumns
+from coppice.wire.kv_versions import KvVersionSpan
+from coppice.wire.support import ALL, Support
+from coppice.wire.versions import VersionSpan
 
 
 # NumPy's == is elementwise, so rows compare by identity.
@@ -140,6 +139,8 @@ def session_rows(result: SessionResult, *, train_once: bool = True) -> list[Sess
         hidden = hidden_ends(result, tree)
         for leaf in sorted(tree.leaves, key=lambda leaf: leaf in hidden):
             path = tree.path(leaf)
+            if not any(segment.sampled for segment in path):
+                continue
             row = _row(result, group, path, trained if train_once else set())
             trained.update(segment.id for segment in path)
             if row.num_trained:
@@ -184,33 +185,19 @@ def _row(
     context = list(takewhile(lambda segment: not segment.sampled, path))
     response = path[len(context) :]
     masks = [_constant(s, s.sampled and s.id not in trained) for s in response]
-    logprobs = [np.nan_to_num(segment.token_logprobs()) for segment in response]
+    columns = TokenColumns.joined(response)
     return SessionRow(
         session=result.id,
         leaf=path[-1].id,
         prompt_ids=np.concatenate([_prompt(group), *(segment.token_ids for segment in context)]),
-        response_ids=np.concatenate([_NO_TOKENS, *(segment.token_ids for segment in response)]),
-        loss_mask=np.concatenate([_NO_TOKENS.astype(bool), *masks]),
-        logprobs=np.concatenate([_NO_TOKENS.astype(np.float32), *logprobs]),
-        versions=tuple(joined_spans((s.versions, len(s.token_ids)) for s in response)),
-        kv_versions=tuple(joined_kv_versions((s.kv_versions, len(s.token_ids)) for s in response)),
+        response_ids=columns.token_ids,
+        loss_mask=np.concatenate(masks),
+        logprobs=np.nan_to_num(columns.logprobs),
+        versions=columns.versions,
+        kv_versions=columns.kv_versions,
         reward=(result.rewards or {}).get(path[-1].id, result.reward),
-        support=_support(response),
+        support=columns.support,
     )
-
-
-def _support(response: Sequence[Segment]) -> Support | None:
-    """Supports of all tokens; context has the whole vocabulary."""
-    known = [s.support for s in response if s.sampled and s.support is not None]
-    if not known:
-        return None
-    size = known[0].vocab_size
-    return joined_support(
-        [s.support if s.sampled else Support(_WHOLE * len(s.token_ids), size) for s in response]
-    )
-
-
-_WHOLE = (bytes([ALL]),)
 
 
 def _turn_starts(path: Sequence[Segment], continuations: frozenset[str]) -> Iterator[int]:

@@ -172,17 +172,11 @@ def _possible_part(found: Completion, num_prompt_tokens: int) -> Completion:
     experts = found.routed_experts
     return replace(
         found,
-        token_ids=found.token_ids[:end],
-        logprobs=found.logprobs[:end],
+        **found.first(end),
         finish="error",
         stop_reason=None,
         versions=_spans_between(found.versions, 0, end),
         kv_versions=kv_versions.cut_kv_versions(found.kv_versions, num_prompt_tokens, end),
-        entropy=found.entropy and found.entropy[:end],
-        top_logprobs=found.top_logprobs and found.top_logprobs[:end],
-        given_logprobs=found.given_logprobs and found.given_logprobs[:end],
-        raw_logprobs=found.raw_logprobs and found.raw_logprobs[:end],
-        support=found.support and found.support[:end],
         routed_experts=None if experts is None else experts[: len(experts) - (length - end)],
     )
 

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from coppice.wire.columns import TokenLists
 from coppice.wire.moves import MovedGroup, MovedRollout
 from coppice.wire.result_formats import GroupRecord, SampleRecord
 from coppice.wire.rollouts import (
@@ -14,11 +15,11 @@ from coppice.wire.rollouts import (
 )
 from engine.types import EngineInfo
 from service.errors import InvalidRequest, PromptTooLong
-from service.moves.token_tables import check_ids, check_tables
+from service.moves.token_tables import check_ids, checked_tokens
 from service.rollouts import validation
 from service.rollouts.group import Group
 from service.rollouts.request import NewRollout
-from service.rollouts.suspended_group import resumed, unfinished
+from service.rollouts.suspended_group import resumed
 
 MAX_COUNT = 2**53
 
@@ -27,12 +28,14 @@ MAX_COUNT = 2**53
 class MovedResults:
     """Results of a moved rollout so far: finished samples and segments, by group, in order.
 
-    `ended` are the indices of the groups that have ended.
+    `ended` are the indices of the groups that have ended, `unfinished` the tokens of the samples of
+    the others, by group and index.
     """
 
     samples: Mapping[int, Sequence[SampleAnswer]]
     segments: Mapping[int, Sequence[SegmentAnswer]]
     ended: Sequence[int]
+    unfinished: Mapping[int, Mapping[int, TokenLists]]
 
 
 def results_of(state: MovedRollout, vocab_size: int) -> MovedResults:
@@ -52,20 +55,24 @@ def results_of(state: MovedRollout, vocab_size: int) -> MovedResults:
             _check_head(record.group, vocab_size)
             ended.append(index)
         elif isinstance(record, SampleRecord):
-            check_tables(record.sample, "records", vocab_size)
+            checked_tokens(record.sample, "records", vocab_size)
             samples[index].append(record.sample)
         else:
-            check_tables(record.segment, "records", vocab_size)
+            checked_tokens(record.segment, "records", vocab_size)
             segments[index].append(record.segment)
-    for sample in (each for group in state.groups for each in group.samples):
-        check_tables(sample, "groups", vocab_size)
+    unfinished = {
+        group.index: {
+            each.index: checked_tokens(each, "groups", vocab_size) for each in group.samples
+        }
+        for group in state.groups
+    }
     for index, found in samples.items():
         _check_indices(index, [sample.index for sample in found])
     for index, answers in segments.items():
         check_ids(answers, str(index), len(answers), "records")
     if state.request is not None and segments:
         raise _invalid_records("has segments, but running trees are not moved")
-    return MovedResults(samples, segments, ended)
+    return MovedResults(samples, segments, ended, unfinished)
 
 
 def _check_indices(group: int, indices: Sequence[int]) -> None:
@@ -128,7 +135,7 @@ def _check_sample(
     if moved.num_given_tokens[part.index] > len(part.token_ids):
         raise _does_not_fit(moved)
     if part.token_ids:
-        validation.check_sample(unfinished(part), request, len(moved.prompt_token_ids), info)
+        validation.check_sample(part, request, len(moved.prompt_token_ids), info)
         if (part.support is not None) != request.return_support:
             raise _does_not_fit(moved)
 
@@ -146,16 +153,21 @@ def num_prompt_tokens_of(moved: MovedGroup) -> int:
     return len(moved.prompt_token_ids) + sum(len(sample.token_ids) for sample in moved.samples)
 
 
-async def continued(group: Group, moved: MovedGroup, ended: Sequence[SampleAnswer]) -> Group:
+def continued(
+    group: Group,
+    moved: MovedGroup,
+    ended: Sequence[SampleAnswer],
+    unfinished: Mapping[int, TokenLists],
+) -> Group:
     """Group that continues a moved one; `group` is a new one of the same request."""
     group.seconds_used, group.sample_seconds = moved.seconds_used, moved.sample_seconds
     group.seconds_before = moved.elapsed_seconds
     if moved.num_cached_tokens is not None:
         group.cached_tokens[0] = moved.num_cached_tokens
     group.options = replace(group.options, num_given_tokens=moved.num_given_tokens)
-    group.ended, group.suspended, group.num_done = list(ended), moved.samples, len(ended)
+    group.ended, group.suspended, group.num_done = list(ended), dict(unfinished), len(ended)
     for sample in ended if group.finish_policy is not None else ():
         if sample.finish_reason in ("stop", "length"):
             assert group.finish_policy is not None
             group.finish_policy.on_sample_end(sample.index, len(sample.token_ids))
-    return await resumed(group)
+    return resumed(group)

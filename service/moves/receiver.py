@@ -174,11 +174,12 @@ class MoveReceiver:
             await turn.pause()
         await check_sampling(self._engine, request.sampling)
         prompts = _prompts(state, request)
-        groups = await self._group_factory.groups(request, prompts, resolved)
+        groups = await self._group_factory.groups(request, prompts, resolved, {})
         for group in state.groups:
             index = group.index
             ended = results.samples.get(index, [])
-            groups[index] = await continued(groups[index], group, ended)
+            left = results.unfinished[index]
+            groups[index] = continued(groups[index], group, ended, left)
             await turn.pause()
         return groups
 

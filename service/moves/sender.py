@@ -186,7 +186,7 @@ class MoveSender:
         if not self.candidates():
             return
         source, version = self._cluster.own_id, self._versions.active.label
-        state = state_of(rollout, source=source, version=version)
+        state = await state_of(rollout, source=source, version=version)
         body = await asyncio.to_thread(_encoded, state)
         for replica in self.candidates():
             if not rollout.is_suspended:

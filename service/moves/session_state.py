@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from coppice.wire.columns import TABLES, column_bytes
 from coppice.wire.moves import FORMAT, MovedKey
 from coppice.wire.session_moves import (
     MovedResponse,
@@ -131,7 +132,7 @@ def restore(session: Session, moved: MovedSession, *, vocab_size: int) -> None:
     session.versions = dict.fromkeys(moved.versions)
     session.state, session.end_reason = moved.state, moved.end_reason
     session.sequence, session.outcome = moved.sequence, moved.outcome
-    session.num_table_bytes = sum(map(_table_bytes, moved.segments))
+    session.num_table_bytes = sum(column_bytes(each.segment, TABLES) for each in moved.segments)
     if (session.end_reason is None) != session.is_open:
         raise _invalid("end_reason", "needed for a session that has ended, and only then")
 
@@ -181,11 +182,6 @@ def _response(moved: MovedResponse, segments: dict[str, Segment]) -> RecordedRes
         tool_call_ids=ids,
         num_chars=moved.num_chars,
     )
-
-
-def _table_bytes(moved: MovedSegment) -> int:
-    support, top = moved.segment.support, moved.segment.top_logprobs
-    return (0 if support is None else len(support.data)) + (0 if top is None else top.num_bytes)
 
 
 def _invalid(name: str, message: str) -> InvalidRequest:

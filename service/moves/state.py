@@ -2,19 +2,20 @@
 
 from coppice.wire.moves import FORMAT, GivenTokens, MovedGroup, MovedKey, MovedRollout
 from coppice.wire.result_formats import GroupRecord, SampleRecord, SegmentRecord
-from coppice.wire.rollouts import RolloutRequest
+from coppice.wire.rollouts import RolloutRequest, SampleAnswer
 from engine.protocol.generation import Generation
 from service.rollouts.group import Group
 from service.rollouts.group_options import num_given
 from service.rollouts.idempotency import IdempotencyClaim
 from service.rollouts.rollout import Rollout
+from service.rollouts.sample_answer import answer_fields
 
 MovedRecord = SampleRecord | SegmentRecord | GroupRecord
 TOKEN_BYTES = 36
 """A token id and its logprob in JSON."""
 
 
-def state_of(rollout: Rollout, *, source: str, version: str) -> MovedRollout:
+async def state_of(rollout: Rollout, *, source: str, version: str) -> MovedRollout:
     """State of a rollout whose groups have ended or are suspended.
 
     Constructed without validation, which takes long for many tokens.
@@ -38,7 +39,7 @@ def state_of(rollout: Rollout, *, source: str, version: str) -> MovedRollout:
         ],
         request=_request(rollout) if groups else None,
         records=[each for each in rollout.log if isinstance(each, MovedRecord)],
-        groups=[_moved_group(group) for group in groups],
+        groups=[await _moved_group(group) for group in groups],
     )
 
 
@@ -71,8 +72,14 @@ def _request(rollout: Rollout) -> RolloutRequest:
     return rollout.request.model_copy(update={"continue_from": None})
 
 
-def _moved_group(group: Group) -> MovedGroup:
+async def _moved_group(group: Group) -> MovedGroup:
     options = group.options
+    samples = [
+        SampleAnswer(
+            **await answer_fields(tokens, SampleAnswer), index=index, finish_reason="aborted"
+        )
+        for index, tokens in group.suspended.items()
+    ]
     return MovedGroup.model_construct(
         index=options.index,
         prompt_token_ids=options.prompt_token_ids,
@@ -81,7 +88,7 @@ def _moved_group(group: Group) -> MovedGroup:
         seconds_used=group.seconds_used,
         elapsed_seconds=group.elapsed_seconds,
         sample_seconds=group.sample_seconds,
-        samples=group.suspended,
+        samples=samples,
     )
 
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
+from coppice.wire.columns import TokenColumns, TokenLists
 from coppice.wire.logprobs import PromptLogprobs
 from coppice.wire.rollouts import (
     FinishReason,
@@ -28,9 +29,8 @@ from coppice.wire.rollouts import (
     Outcome,
     SampleAnswer,
     SegmentAnswer,
-    VersionSpan,
 )
-from coppice.wire.version_span_slicing import cut_spans
+from coppice.wire.versions import cut_spans
 from engine.kv_types import KvLoad
 from engine.protocol.generation import Generation
 from engine.types import Completion, SampleRequest, TokenDelta, TopLogprobs
@@ -43,9 +43,7 @@ from service.rollouts.group_options import GroupOptions, given_tokens, num_given
 from service.rollouts.sample_answer import num_valid_tokens, valid_end, wire_spans
 
 EndReason = Literal["cancelled", "deadline", "surplus", "version_changed", "suspended"]
-SampleDelta = tuple[list[int], list[float], list[VersionSpan]]
-"""New tokens of a running sample, their logprobs, and their version spans from the first token."""
-OnSampleTokens = Callable[[int, SampleDelta], None]
+OnSampleTokens = Callable[[int, TokenLists], None]
 """Receives the index of a running sample and its new tokens."""
 OnPart = Callable[[SampleAnswer | SegmentAnswer], None]
 
@@ -67,7 +65,7 @@ class Group:
     `cached_tokens` maps the index of a finished sample to the number of prompt tokens that it found
     cached.
     `ended` are the answers of the finished samples, in the order in which they finished.
-    `suspended` are those of the others, with the tokens so far, if the group was suspended.
+    `suspended` are the tokens of the others so far, by index, if the group was suspended.
     `on_tokens` receives the tokens of the running samples.
     """
 
@@ -86,7 +84,7 @@ class Group:
     cached_tokens: dict[int, int] = field(default_factory=dict)
     turns: Turns = field(default_factory=Turns)
     ended: list[SampleAnswer] = field(default_factory=list)
-    suspended: list[SampleAnswer] = field(default_factory=list)
+    suspended: dict[int, TokenLists] = field(default_factory=dict)
     on_tokens: OnSampleTokens | None = None
     prompt_logprobs: PromptLogprobs | None = None
     _unfinished: set[str] = field(default_factory=set)
@@ -277,12 +275,11 @@ class Group:
 
     async def _settle_aborted(self, engine: Generation, done: OnPart) -> None:
         """Suspend the samples that were aborted for it, unless the group has ended meanwhile."""
-        bare = replace(self.options, decode=None, parse=None)
         for index, result in sorted(self._aborted.items()):
             if self.end_reason == "suspended" and not self._has_other_versions(result):
-                part = await sample_answer.create(bare, index, result, "aborted")
+                tokens = await sample_answer.sample_tokens(self.options, index, result)
                 self._note_cached_tokens(index, result)
-                self.suspended.append(part)
+                self.suspended[index] = tokens
             else:
                 await self._finish_sample(engine, index, result, done)
 
@@ -332,16 +329,14 @@ class Group:
             streamed = self.top_logprobs.setdefault(index, [])
             assert isinstance(streamed, list)
             streamed.extend(delta.top_logprobs[:num_tokens])
-        spans = wire_spans(delta.versions, self.options.adapter)
         assert self.on_tokens is not None, "deltas were requested"
-        self.on_tokens(
-            index,
-            (
-                delta.token_ids[:num_tokens],
-                delta.logprobs[:num_tokens],
-                cut_spans(spans, start, end),
-            ),
+        spans = wire_spans(delta.versions, self.options.adapter)
+        tokens: TokenLists = TokenColumns(
+            token_ids=delta.token_ids[:num_tokens],
+            logprobs=delta.logprobs[:num_tokens],
+            versions=tuple(cut_spans(spans, start, end)),
         )
+        self.on_tokens(index, tokens)
 
     def _finish_reason(self, result: Completion) -> FinishReason:
         if self._has_other_versions(result):

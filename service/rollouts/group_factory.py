@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from coppice.wire.branching import Branching
-from coppice.wire.rollouts import Finish, UnfinishedSample
+from coppice.wire.columns import TokenLists
+from coppice.wire.rollouts import Finish
 from engine.protocol.generation import Generation
 from engine.types import KeptKv, Sampling
 from service.kv_reuse.manager import KvReuseManager
@@ -19,14 +20,10 @@ from service.rollouts.group import Group
 from service.rollouts.group_options import GroupOptions, Parse, derive_seed
 from service.rollouts.request import NewGroup, NewRollout, Resolved
 from service.rollouts.sampling import limited, to_engine_sampling
-from service.rollouts.supports import Supports
 from service.rollouts.tokenizer import Tokenizer, to_chat_request
 from service.rollouts.trees.external_tree import ExternalTree
 from service.rollouts.trees.plan import Plan
 from service.rollouts.trees.tree_group import TreeGroup
-
-GivenSupports = Mapping[int, Sequence[Supports]]
-NO_SUPPORTS: GivenSupports = {}
 
 
 class GroupFactory:
@@ -52,21 +49,20 @@ class GroupFactory:
         request: NewRollout,
         prompts: list[list[int]],
         resolved: Resolved,
+        continued: Mapping[int, Sequence[TokenLists]],
         chain: KeptKv | None = None,
-        given_supports: GivenSupports = NO_SUPPORTS,
     ) -> list[Group]:
         """Create one group per prompt of a request.
 
-        `chain` is that of the KV that the rollout keeps. `given_supports` are those of resumed
-        samples, by the index of their group.
+        `chain` is that of the KV that the rollout keeps. `continued` are samples to resume, by the
+        index of their group.
         """
         groups, turn = list[Group](), TimeSlice()
         common = _Common(
             resolved=resolved,
             chain=chain,
             sampling=to_engine_sampling(request.sampling, self._engine.info.max_context_tokens),
-            continued=validation.samples_to_continue(request),
-            given_supports=given_supports,
+            continued=continued,
         )
         for index, prompt in enumerate(prompts):
             options = self._options(request, index, prompt, common)
@@ -134,7 +130,6 @@ class GroupFactory:
             echo=request.echo,
             kv_lease_seconds=None if request.kv is None else request.kv.lease_seconds,
             continued=common.continued.get(index, ()),
-            given_supports=common.given_supports.get(index, ()),
         )
 
     def _parse(self, request: NewRollout, group: NewGroup) -> Parse | None:
@@ -153,8 +148,7 @@ class _Common:
     resolved: Resolved
     chain: KeptKv | None
     sampling: Sampling
-    continued: Mapping[int, Sequence[UnfinishedSample]]
-    given_supports: GivenSupports
+    continued: Mapping[int, Sequence[TokenLists]]
 
 
 def create_tree_group(

@@ -4,9 +4,8 @@ import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from coppice.wire.rollouts import UnfinishedSample
+from coppice.wire.columns import TokenLists
 from engine.types import ChatResponse, KeptKv, Sampling
-from service.rollouts.supports import Supports
 
 Decode = Callable[[Sequence[int], int | str | None, Sampling], Awaitable[str]]
 """Detokenizes a response, given its token ids, its stop reason and its sampling parameters."""
@@ -26,11 +25,11 @@ class GroupOptions:
     part of the samples' answers. `logprob_token_ids` and `raw_logprobs` are those of
     `engine.types.SampleRequest`. With `support_vocab_size`, the size of the vocabulary, supports
     are returned. After `deadline_seconds` the group ends with the samples as they are. Its first
-    samples resume those in `continued`, whose supports are `given_supports`. `num_required` is the
-    number of samples after which the finish policy ends the group. `seeds` has one seed per sample.
-    With `echo` the answer has the prompt's token ids. A group that was suspended resumes all its
-    samples; `num_given_tokens` are then the numbers of tokens that `continue_from` gave, without
-    those sampled before the suspension.
+    samples resume those in `continued`. `num_required` is the number of samples after which the
+    finish policy ends the group. `seeds` has one seed per sample. With `echo` the answer has the
+    prompt's token ids. A group that was suspended resumes all its samples; `num_given_tokens` are
+    then the numbers of tokens that `continue_from` gave, without those sampled before the
+    suspension.
     """
 
     owner: str = ""
@@ -62,8 +61,7 @@ class GroupOptions:
     parse: Parse | None = None
     echo: bool = False
     kv_lease_seconds: float | None = None
-    continued: Sequence[UnfinishedSample] = ()
-    given_supports: Sequence[Supports] = ()
+    continued: Sequence[TokenLists] = ()
     num_given_tokens: Sequence[int] | None = None
 
 

@@ -106,16 +106,6 @@ async def to_table(rows: TopLogprobRows) -> TokenLogprobs:
     return await asyncio.to_thread(table_of, rows)
 
 
-async def to_sample_table(
-    rows: TopLogprobRows | None, num_prior: int, num_tokens: int
-) -> TokenLogprobs:
-    """Table of a sample whose first `num_prior` tokens were sampled by an earlier rollout."""
-    prior = TokenLogprobs.empty(num_prior)
-    if rows is None:
-        return TokenLogprobs.joined([prior, TokenLogprobs.empty(num_tokens)])
-    return TokenLogprobs.joined([prior, await to_table(rows[:num_tokens])])
-
-
 async def to_prompt_logprobs(rows: TopLogprobRows, version: str) -> PromptLogprobs:
     return PromptLogprobs(
         logprobs=rows.logprobs[1:, 0], top_logprobs=await to_table(rows[1:]), version=version

@@ -7,10 +7,11 @@ nothing of it.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+from coppice.wire.columns import TokenLists
 from coppice.wire.kv_versions import KeepKv
 from coppice.wire.logprobs import PromptLogprobs
 from coppice.wire.rollouts import WeightsConstraint
@@ -24,7 +25,7 @@ from service.observability.build import Observability
 from service.prompt_kv.manager import PromptKvManager
 from service.rollouts import logprob_tables, supports, validation
 from service.rollouts.admission import Admission, Reservation
-from service.rollouts.group_factory import GivenSupports, GroupFactory
+from service.rollouts.group_factory import GroupFactory
 from service.rollouts.idempotency import IdempotencyClaim, IdempotencyKeys
 from service.rollouts.kept_kv import rollout_chain
 from service.rollouts.request import NewRollout, Resolved
@@ -145,7 +146,7 @@ class RolloutManager:
         prompts = await self._tokenizer.all_token_ids([group.prompt for group in request.groups])
         logprob_tables.check_rollout(request, prompts, num_samples, self._engine.info)
         support_bytes = self.support_bytes(request, prompts, detached=detached)
-        given = await validation.check_continue_from(request, prompts, self._engine.info)
+        continued = await validation.check_continue_from(request, prompts, self._engine.info)
         reservation = self._admission.reserve(
             request.owner,
             samples=num_samples,
@@ -154,7 +155,9 @@ class RolloutManager:
         )
         try:
             scored = await _score_prompts(request, prompts, prompt_scorer)
-            rollout = await self._create(request, prompts, given, detached=detached, claim=claim)
+            rollout = await self._create(
+                request, prompts, continued, detached=detached, claim=claim
+            )
             for group, prompt_logprobs in zip(rollout.groups, scored, strict=True):
                 group.prompt_logprobs = prompt_logprobs
             if claim is not None:
@@ -174,7 +177,7 @@ class RolloutManager:
         self,
         request: NewRollout,
         prompts: list[list[int]],
-        given_supports: GivenSupports,
+        continued: Mapping[int, Sequence[TokenLists]],
         *,
         detached: bool,
         claim: IdempotencyClaim | None,
@@ -189,9 +192,7 @@ class RolloutManager:
         while True:
             await self.wait_gate_open()
             resolved = self.resolve(request.weights, request.adapter)
-            groups = await self._group_factory.groups(
-                request, prompts, resolved, chain, given_supports
-            )
+            groups = await self._group_factory.groups(request, prompts, resolved, continued, chain)
             await self.wait_gate_open()
             if self.resolve(request.weights, request.adapter) == resolved:
                 break

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from coppice.wire.columns import TokenLists
 from coppice.wire.result_formats import (
     EndRecord,
     ProgressRecord,
@@ -15,8 +16,8 @@ from coppice.wire.result_formats import (
     SampleRecord,
     TokensRecord,
 )
-from coppice.wire.rollouts import VersionSpan
-from coppice.wire.version_span_slicing import cut_spans, joined_spans
+from coppice.wire.rollouts import SampleAnswer
+from coppice.wire.versions import VersionSpan, cut_spans, joined_spans
 from service.rollouts.fairness import TimeSlice
 
 PROGRESS_SECONDS = 15.0
@@ -33,14 +34,12 @@ class PartialSample:
     logprobs: list[float] = field(default_factory=list)
     versions: list[VersionSpan] = field(default_factory=list)
 
-    def add(
-        self, token_ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[VersionSpan]
-    ) -> None:
-        """Append tokens with their logprobs and version spans; spans start at the first token."""
-        parts = [(self.versions, len(self.token_ids)), (versions, len(token_ids))]
+    def add(self, new: TokenLists) -> None:
+        """Append tokens in place: copies of all earlier ones would take time in their square."""
+        parts = [(self.versions, len(self.token_ids)), (new.versions, len(new.token_ids))]
         self.versions = joined_spans(parts)
-        self.token_ids += token_ids
-        self.logprobs += logprobs
+        self.token_ids += new.token_ids
+        self.logprobs += new.logprobs
 
 
 class RecordReader:
@@ -117,27 +116,22 @@ class RecordReader:
         assert self._partial is not None, "only tokens that are read can grow"
         partial = self._partial.get(key)
         if partial is not None:  # otherwise the sample's record is in the log
-            yield from self._tokens(key, 0, partial.token_ids, partial.logprobs, partial.versions)
+            yield from self._tokens(key, 0, partial)
 
     def _last_tokens(self, record: SampleRecord) -> Iterator[TokensRecord]:
         sample = record.sample
         key = (record.group, sample.index)
         if self._completes_samples:
             start = self._num_resumed.get(key, 0)
-            yield from self._tokens(key, start, sample.token_ids, sample.logprobs, sample.versions)
+            yield from self._tokens(key, start, sample)
         self._num_read.pop(key, None)
 
     def _tokens(
-        self,
-        key: SampleKey,
-        offset: int,
-        token_ids: Sequence[int],
-        logprobs: Sequence[float],
-        versions: Sequence[VersionSpan],
+        self, key: SampleKey, offset: int, tokens: PartialSample | SampleAnswer
     ) -> Iterator[TokensRecord]:
-        """Tokens record of a sample's unread tokens; the lists have `offset` other tokens first."""
+        """Tokens record of a sample's unread tokens, which follow `offset` other ones."""
         num_read = self._num_read.get(key, 0)
-        start, end = num_read + offset, len(token_ids)
+        start, end = num_read + offset, len(tokens.token_ids)
         if start == end:
             return
         self._num_read[key] = end - offset
@@ -146,9 +140,9 @@ class RecordReader:
             group=group,
             index=index,
             start=num_read + self._num_resumed.get(key, 0),
-            token_ids=list(token_ids[start:end]),
-            logprobs=list(logprobs[start:end]),
-            versions=cut_spans(versions, start, end),
+            token_ids=tokens.token_ids[start:end],
+            logprobs=tokens.logprobs[start:end],
+            versions=cut_spans(tokens.versions, start, end),
         )
 
     async def _wait(self) -> bool:

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 from coppice.wire.chat import ParsedMessage
+from coppice.wire.columns import TokenLists, column_bytes
 from coppice.wire.result_formats import (
     EndRecord,
     GroupRecord,
@@ -34,9 +35,7 @@ from coppice.wire.rollouts import (
     SampleAnswer,
     SegmentAnswer,
     Usage,
-    VersionSpan,
 )
-from coppice.wire.version_span_slicing import cut_spans
 from engine.protocol.generation import Generation
 from service.cluster.membership import RETRY_AFTER_SECONDS
 from service.errors import ClusterUnavailable, Draining, RedirectToReplica, ServiceError
@@ -46,7 +45,7 @@ from service.observability.build import Observability
 from service.prompt_kv.group_exports import NOT_CONTINUED, KvState, exporting_group
 from service.prompt_kv.manager import PromptKvManager
 from service.rollouts.fairness import PER_TURN, TimeSlice, Turns
-from service.rollouts.group import EndReason, Group, SampleDelta
+from service.rollouts.group import EndReason, Group
 from service.rollouts.group_options import GroupOptions, given_tokens, num_given
 from service.rollouts.idempotency import IdempotencyClaim
 from service.rollouts.record_reader import PartialSample, RecordReader, SampleKey
@@ -58,7 +57,6 @@ log = logging.getLogger(__name__)
 ROLLOUT_BYTES = 12 * 2**10
 GROUP_BYTES = 4096
 PART_BYTES = 1536
-SPAN_BYTES = 1024
 TOOL_CALL_BYTES = 1024
 ECHOED_TOKEN_BYTES = 52
 """An integer, and its places in the lists of the answer and of the log."""
@@ -172,7 +170,7 @@ class Rollout:
                 await self._move_ended.wait()
                 if self.moved_to is not None:
                     return
-                await self._resume_groups()
+                self._resume_groups()
                 await self._run_groups(engine, prompt_kv, observability)
         except ExceptionGroup as failures:
             self.error = to_service_error(failures)
@@ -192,17 +190,12 @@ class Rollout:
                 running.add_done_callback(partial(self._count, group, observability))
                 await self._spread(group)
 
-    async def _resume_groups(self) -> None:
+    def _resume_groups(self) -> None:
         """Continue the suspended groups on this replica."""
-        left = [group for group in self.groups if group.suspended]
-        groups = [await resumed(group) for group in left]
-        for before, group in zip(left, groups, strict=True):
-            # Here, without an await until the assignment: a cancellation ends the groups of before.
-            group.end_reason = None if before.end_reason == "suspended" else before.end_reason
         self._num_done += sum(group.num_done for group in self.groups if not group.suspended)
-        self.groups = groups
+        self.groups = [resumed(group) for group in self.groups if group.suspended]
         if self._partial is not None:
-            for group in groups:
+            for group in self.groups:
                 self._restore_tokens(group)
 
     @asynccontextmanager
@@ -291,10 +284,8 @@ class Rollout:
         for index, sample in enumerate(group.options.continued):
             start, end = num_given(group.options, index), len(sample.token_ids)
             if end > start:
-                spans = [VersionSpan(**dict(span)) for span in sample.versions]
                 part = PartialSample()
-                versions = cut_spans(spans, start, end)
-                part.add(sample.token_ids[start:], sample.logprobs[start:], versions)
+                part.add(sample.part(start, end))
                 self._partial[group.options.index, index] = part
                 for reader in self._readers:
                     reader.on_tokens((group.options.index, index))
@@ -448,9 +439,9 @@ class Rollout:
         self._append(GroupRecord(group=head))
 
     def _on_tokens(
-        self, running: dict[SampleKey, PartialSample], group: int, index: int, delta: SampleDelta
+        self, running: dict[SampleKey, PartialSample], group: int, index: int, new: TokenLists
     ) -> None:
-        running.setdefault((group, index), PartialSample()).add(*delta)
+        running.setdefault((group, index), PartialSample()).add(new)
         for reader in self._readers:
             reader.on_tokens((group, index))
 
@@ -519,18 +510,10 @@ def _num_message_bytes(message: ParsedMessage) -> int:
 
 
 def _num_bytes(part: SampleAnswer | SegmentAnswer) -> int:
-    """Estimated memory of a log record in bytes; a number in a list takes about 36 bytes."""
-    num_bytes = PART_BYTES + SPAN_BYTES * (len(part.versions) + len(part.kv_versions))
-    for table in (part.top_logprobs, part.given_logprobs):
-        num_bytes += 0 if table is None else table.num_bytes
-    num_bytes += 36 * len(part.raw_logprobs or ())
-    if part.support is not None:
-        num_bytes += len(part.support.data) + 36 * len(part.support.lengths)
-    if isinstance(part, SampleAnswer):
-        if part.routed_experts is not None:
-            num_bytes += len(part.routed_experts.data)
-        if part.message is not None:
-            num_bytes += _num_message_bytes(part.message)
-        return num_bytes + sys.getsizeof(part.text) + 80 * len(part.token_ids)
-    # Counted twice: the log has the segment as it was when it ended, the answer as it is now.
-    return 2 * (num_bytes + (80 if part.entropy is None else 120) * len(part.token_ids))
+    """Estimated memory of a log record in bytes."""
+    size = PART_BYTES + column_bytes(part)
+    if isinstance(part, SegmentAnswer):
+        # Counted twice: the log has the segment as it was when it ended, the answer as it is now.
+        return 2 * size
+    size += 0 if part.message is None else _num_message_bytes(part.message)
+    return size + sys.getsizeof(part.text)

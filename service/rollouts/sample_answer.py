@@ -3,47 +3,87 @@
 A sample that `continue_from` resumes already has tokens; its answer has these, too.
 """
 
+import asyncio
 from collections.abc import Iterable
-from itertools import chain
-from typing import TypedDict
+from typing import Any
 
-from coppice.wire.kv_versions import KvVersionSpan, cut_kv_versions, joined_kv_versions
+from pydantic import BaseModel
+
+from coppice.wire.column_kinds import Values
+from coppice.wire.columns import COLUMNS, TokenColumns, TokenLists
+from coppice.wire.kv_versions import KvVersionSpan
 from coppice.wire.logprobs import TokenLogprobs
-from coppice.wire.rollouts import FinishReason, SampleAnswer, VersionSpan
+from coppice.wire.rollouts import FinishReason, SampleAnswer
 from coppice.wire.routed_experts import RoutedExperts
-from coppice.wire.support import SupportAnswer
-from coppice.wire.version_span_slicing import cut_spans, joined_spans
-from engine.types import Completion
+from coppice.wire.versions import VersionSpan
+from engine.types import Completion, TopLogprobRows
 from engine.types import VersionSpan as EngineVersionSpan
 from service.rollouts.group_options import GroupOptions
-from service.rollouts.logprob_tables import to_sample_table
+from service.rollouts.logprob_tables import to_table
 from service.rollouts.sampling import parsed_message
-from service.rollouts.supports import joined, support_of
+from service.rollouts.supports import support_of
+
+ENCODED_IN_LOOP = 2**20
+"""Bytes of supports that are encoded on the event loop, in a few milliseconds."""
+ROW_BYTES = 256
+"""Bytes that take about as long to encode as one more row of a support."""
 
 
 async def create(
     options: GroupOptions, index: int, result: Completion, finish_reason: FinishReason
 ) -> SampleAnswer:
-    num_tokens, prior = num_valid_tokens(options, result), prior_tokens(options, index)
-    logprobs, prior_spans = _prior(options, index)
-    spans = cut_spans(wire_spans(result.versions, options.adapter), 0, num_tokens)
-    token_ids = prior + result.token_ids[:num_tokens]
+    tokens = await sample_tokens(options, index, result)
     stop_reason = result.stop_reason if finish_reason == "stop" else None
     return SampleAnswer(
+        **await answer_fields(tokens, SampleAnswer),
         index=index,
-        token_ids=token_ids,
-        logprobs=logprobs + result.logprobs[:num_tokens],
-        support=await _support(options, index, result, num_tokens),
-        text=await _text(options, token_ids, stop_reason),
+        text=await _text(options, tokens.token_ids, stop_reason),
         finish_reason=finish_reason,
         stop_reason=stop_reason,
-        versions=joined_spans([(prior_spans, len(prior)), (spans, num_tokens)]),
-        kv_versions=_kv_versions(options, index, result, num_tokens),
-        **await tables_of(options, result, len(prior), num_tokens),
-        raw_logprobs=_raw_logprobs(options, index, result, num_tokens),
-        message=await parsed_message(options, token_ids, stop_reason),
-        routed_experts=_routed_experts(options, index, result, num_tokens),
+        message=await parsed_message(options, tokens.token_ids, stop_reason),
     )
+
+
+async def sample_tokens(options: GroupOptions, index: int, result: Completion) -> TokenLists:
+    """Tokens of a sample, after those that it already has."""
+    new = await new_tokens(options, result, experts_from=experts_from(options, index))
+    return TokenColumns.joined([*options.continued[index : index + 1], new])
+
+
+async def new_tokens(
+    options: GroupOptions, result: Completion, *, experts_from: int | None = None
+) -> TokenLists:
+    """Valid tokens of a completion, with the columns that were requested."""
+    columns = {name: getattr(result, name) for name, k in COLUMNS.items() if isinstance(k, Values)}
+    experts, top, given = result.routed_experts, options.answers_top_logprobs, result.given_logprobs
+    tokens: TokenLists = TokenColumns(
+        **columns,
+        versions=tuple(wire_spans(result.versions, options.adapter)),
+        kv_versions=tuple(
+            KvVersionSpan(version=s.version, start=s.start, end=s.end, first_token=s.first_token)
+            for s in result.kv_versions
+        ),
+        support=support_of(result.support, options.support_vocab_size),
+        top_logprobs=await _table(result, result.top_logprobs) if top else None,
+        given_logprobs=await _table(result, given) if options.logprob_token_ids else None,
+        routed_experts=None
+        if experts is None or experts_from is None
+        else RoutedExperts.of(experts_from, experts),
+    )
+    num_tokens = num_valid_tokens(options, result)
+    return tokens if num_tokens == len(result.token_ids) else tokens.part(0, num_tokens)
+
+
+async def _table(result: Completion, rows: TopLogprobRows | None) -> TokenLogprobs:
+    return TokenLogprobs.empty(len(result.token_ids)) if rows is None else await to_table(rows)
+
+
+async def answer_fields(tokens: TokenLists, model: type[BaseModel]) -> dict[str, Any]:
+    """Fields of an answer. Large supports are encoded beside the event loop, in a thread."""
+    rows = () if tokens.support is None else tokens.support.rows
+    if sum(map(len, rows)) + ROW_BYTES * len(rows) < ENCODED_IN_LOOP:
+        return tokens.wire_fields(model)
+    return await asyncio.to_thread(tokens.wire_fields, model)
 
 
 def prior_tokens(options: GroupOptions, index: int) -> list[int]:
@@ -86,92 +126,9 @@ def wire_spans(versions: Iterable[EngineVersionSpan], adapter: str | None) -> li
     ]
 
 
-def wire_kv_versions(result: Completion) -> list[KvVersionSpan]:
-    return [
-        KvVersionSpan(
-            version=span.version, start=span.start, end=span.end, first_token=span.first_token
-        )
-        for span in result.kv_versions
-    ]
-
-
-def _kv_versions(
-    options: GroupOptions, index: int, result: Completion, num_tokens: int
-) -> list[KvVersionSpan]:
-    """KV versions of a sample; those of the tokens that it already has are as they were given."""
-    new = cut_kv_versions(wire_kv_versions(result), len(result.token_ids), 0, num_tokens)
-    continued = options.continued[index : index + 1]
-    prior = [KvVersionSpan(**span.model_dump()) for each in continued for span in each.kv_versions]
-    return joined_kv_versions([(prior, len(prior_tokens(options, index))), (new, num_tokens)])
-
-
-def _prior(options: GroupOptions, index: int) -> tuple[list[float], list[VersionSpan]]:
-    """Logprobs and version spans of the tokens that a resumed sample already has."""
-    if index >= len(options.continued):
-        return [], []
-    given = options.continued[index]
-    return given.logprobs, [VersionSpan(**span.model_dump()) for span in given.versions]
-
-
-async def _support(
-    options: GroupOptions, index: int, result: Completion, num_tokens: int
-) -> SupportAnswer | None:
-    new = support_of(result.support, options.support_vocab_size)
-    if new is None:
-        return None
-    prior = options.given_supports[index : index + 1]
-    whole = joined([*prior, new.part(0, num_tokens)])
-    assert whole is not None, "the new tokens have supports"
-    return await whole.encoded()
-
-
 async def _text(
     options: GroupOptions, token_ids: list[int], stop_reason: int | str | None
 ) -> str | None:
     if options.decode is None:
         return None
     return await options.decode(token_ids, stop_reason, options.sampling)
-
-
-class AnswerTables(TypedDict):
-    """Fields of an answer with the logprobs of further tokens."""
-
-    top_logprobs: TokenLogprobs | None
-    given_logprobs: TokenLogprobs | None
-
-
-async def tables_of(
-    options: GroupOptions, result: Completion, num_prior: int, num_tokens: int
-) -> AnswerTables:
-    """Tables of a completion's logprobs; None unless they are part of the answer."""
-    top, given = result.top_logprobs, result.given_logprobs
-    return AnswerTables(
-        top_logprobs=await to_sample_table(top, num_prior, num_tokens)
-        if options.answers_top_logprobs
-        else None,
-        given_logprobs=await to_sample_table(given, num_prior, num_tokens)
-        if options.logprob_token_ids
-        else None,
-    )
-
-
-def _raw_logprobs(
-    options: GroupOptions, index: int, result: Completion, num_tokens: int
-) -> list[float] | None:
-    if not options.raw_logprobs:
-        return None
-    assert result.raw_logprobs is not None, "the engine returns the logprobs that were requested"
-    prior = (given.raw_logprobs or [] for given in options.continued[index : index + 1])
-    return [*chain.from_iterable(prior), *result.raw_logprobs[:num_tokens]]
-
-
-def _routed_experts(
-    options: GroupOptions, index: int, result: Completion, num_tokens: int
-) -> RoutedExperts | None:
-    """Routed experts of a sample, without those of tokens of other weights versions."""
-    start = experts_from(options, index)
-    if result.routed_experts is None or start is None:
-        return None
-    num_dropped = len(result.token_ids) - num_tokens
-    rows = result.routed_experts[: len(result.routed_experts) - num_dropped]
-    return RoutedExperts.of(start, rows)

@@ -1,62 +1,29 @@
 """Supports of sampled tokens, i.e. the sets of token ids that they were sampled from.
 
-The engine returns them encoded (`coppice.wire.support`). They are sliced and joined like tokens.
+The engine returns them encoded (`coppice.wire.support`).
 """
 
 import asyncio
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from coppice.wire.rollouts import UnfinishedSample
 from coppice.wire.sampling import Sampling
-from coppice.wire.support import GivenSupport, SupportAnswer, rows_of, support_answer
+from coppice.wire.support import Support, rows_of
 from engine.types import EngineInfo
 from service.errors import InvalidRequest
 from service.rollouts.request import NewGroup, NewRollout
 
-ENCODED_IN_LOOP = 2**20
-"""Bytes of supports that are encoded on the event loop, in a few milliseconds."""
-ROW_BYTES = 256
-"""Bytes that take about as long to encode as one more row of a support."""
 DECODED_IN_LOOP = 2**14
 """Length of the base64 of supports that are decoded on the event loop."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Supports:
-    """One encoded support per token of a sample or segment. Equal ones share their memory."""
-
-    rows: list[bytes]
-    vocab_size: int
-
-    def part(self, start: int, end: int) -> "Supports":
-        return Supports(self.rows[start:end], self.vocab_size)
-
-    def answer(self) -> SupportAnswer:
-        return support_answer(self.rows, self.vocab_size)
-
-    async def encoded(self) -> SupportAnswer:
-        """The answer; large ones are encoded in a thread, because it would block the event loop."""
-        if sum(map(len, self.rows)) + ROW_BYTES * len(self.rows) < ENCODED_IN_LOOP:
-            return self.answer()
-        return await asyncio.to_thread(self.answer)
-
-
-def support_of(rows: Sequence[bytes] | None, vocab_size: int | None) -> Supports | None:
+def support_of(rows: Sequence[bytes] | None, vocab_size: int | None) -> Support | None:
     """Supports of an engine's completion; None if they were not requested."""
     if vocab_size is None:
         return None
     assert rows is not None, "the engine returns the supports that were requested"
     known: dict[bytes, bytes] = {}
-    return Supports([known.setdefault(row, row) for row in rows], vocab_size)
-
-
-def joined(parts: Iterable[Supports | None]) -> Supports | None:
-    """Supports of consecutive parts; None if there are none."""
-    given = [part for part in parts if part is not None]
-    if not given:
-        return None
-    return Supports([row for part in given for row in part.rows], given[0].vocab_size)
+    return Support(tuple(known.setdefault(row, row) for row in rows), vocab_size)
 
 
 def check(
@@ -134,7 +101,7 @@ def _max_tokens(request: NewRollout, group: NewGroup, room: int, segment_copies:
 
 async def given_support(
     sample: UnfinishedSample, *, wanted: bool, vocab_size: int
-) -> Supports | None:
+) -> Support | None:
     """Supports of the tokens that a resumed sample already has.
 
     Refuses a sample whose supports are missing, unwanted or inconsistent. Large ones are decoded in
@@ -153,20 +120,8 @@ async def given_support(
             f"continue_from needs one support per token, of a vocabulary of {vocab_size}"
         )
     try:
-        return Supports(await _decoded(given), vocab_size)
+        if len(given.data) <= DECODED_IN_LOOP:
+            return Support(tuple(rows_of(given)), vocab_size)
+        return Support(tuple(await asyncio.to_thread(rows_of, given)), vocab_size)
     except ValueError as error:
         raise InvalidRequest(f"continue_from: {error}") from error
-
-
-async def supports_of_answer(answer: SupportAnswer | None, vocab_size: int) -> Supports:
-    """Supports of the tokens of a sample that was suspended; of no tokens without an answer."""
-    if answer is None or not answer.lengths:
-        return Supports([], vocab_size)
-    given = GivenSupport.model_construct(**dict(answer))
-    return Supports(await _decoded(given), vocab_size)
-
-
-async def _decoded(given: GivenSupport) -> list[bytes]:
-    if len(given.data) <= DECODED_IN_LOOP:
-        return rows_of(given)
-    return await asyncio.to_thread(rows_of, given)

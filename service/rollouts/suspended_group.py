@@ -4,21 +4,16 @@ Each sample goes on after its last token, with the same seed. It has the tokens 
 without the suspension, if the same weights are active.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 
-from coppice.wire.kv_versions import GivenKvSpan
-from coppice.wire.rollouts import (
-    GivenSpan,
-    SampleAnswer,
-    UnfinishedSample,
-)
-from coppice.wire.support import GivenSupport, SupportAnswer
+from coppice.wire.columns import TokenColumns, TokenLists
 from service.prompt_kv.prompt_source import PrefilledPrompt
 from service.rollouts.group import Group
-from service.rollouts.group_options import GroupOptions, num_given
+from service.rollouts.group_options import num_given
 from service.rollouts.request import NewRollout
-from service.rollouts.supports import supports_of_answer
+
+NO_TOKENS: TokenLists = TokenColumns(token_ids=[], logprobs=[], versions=())
+"""Tokens of a sample that is not to be continued, because it has finished."""
 
 
 def can_move(request: NewRollout) -> bool:
@@ -43,15 +38,21 @@ def can_move(request: NewRollout) -> bool:
     )
 
 
-async def resumed(group: Group) -> Group:
+def resumed(group: Group) -> Group:
     """Group that continues the suspended samples of `group`, which has ended.
 
-    The caller passes on a reason to end it that was set meanwhile.
+    A reason to end it that was set meanwhile is passed on.
     """
+    options, indices = group.options, range(group.options.n)
     return Group(
-        options=await _continued(group.options, group.suspended),
+        options=replace(
+            options,
+            continued=[group.suspended.get(index, NO_TOKENS) for index in indices],
+            num_given_tokens=[num_given(options, index) for index in indices],
+        ),
         source=PrefilledPrompt(),
         finish_policy=group.finish_policy,
+        end_reason=None if group.end_reason == "suspended" else group.end_reason,
         num_done=group.num_done,
         name=group.name,
         cached_tokens=group.cached_tokens,
@@ -60,41 +61,4 @@ async def resumed(group: Group) -> Group:
         seconds_used=group.seconds_used,
         seconds_before=group.elapsed_seconds,
         sample_seconds=group.sample_seconds,
-    )
-
-
-async def _continued(options: GroupOptions, suspended: Sequence[SampleAnswer]) -> GroupOptions:
-    parts = {part.index: part for part in suspended}
-    indices = range(options.n)
-    size = options.support_vocab_size
-    return replace(
-        options,
-        continued=[unfinished(parts.get(index)) for index in indices],
-        num_given_tokens=[num_given(options, index) for index in indices],
-        given_supports=[]
-        if size is None
-        else [await supports_of_answer(_support(parts, index), size) for index in indices],
-    )
-
-
-def _support(parts: dict[int, SampleAnswer], index: int) -> SupportAnswer | None:
-    return parts[index].support if index in parts else None
-
-
-def unfinished(part: SampleAnswer | None) -> UnfinishedSample:
-    """Tokens of a suspended sample; none of one that has finished.
-
-    Constructed without validation, which refuses samples without tokens.
-    """
-    if part is None:
-        return UnfinishedSample.model_construct(token_ids=[], logprobs=[], versions=[])
-    return UnfinishedSample.model_construct(
-        token_ids=part.token_ids,
-        logprobs=part.logprobs,
-        raw_logprobs=part.raw_logprobs,
-        versions=[GivenSpan.model_construct(**dict(span)) for span in part.versions],
-        kv_versions=[GivenKvSpan.model_construct(**dict(span)) for span in part.kv_versions],
-        support=None
-        if part.support is None
-        else GivenSupport.model_construct(**dict(part.support)),
     )

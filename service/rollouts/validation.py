@@ -3,6 +3,8 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+from coppice.wire.column_kinds import Values
+from coppice.wire.columns import COLUMNS, GivenTokenFields, TokenFields, TokenLists, columns_of
 from coppice.wire.kv_versions import KeepKv
 from coppice.wire.rollouts import (
     PromptSpan,
@@ -13,7 +15,7 @@ from engine.types import EngineInfo, KeptKvReason
 from service.errors import InvalidRequest, PromptTooLong
 from service.rollouts.fairness import TimeSlice
 from service.rollouts.request import NewGroup, NewRollout
-from service.rollouts.supports import Supports, given_support
+from service.rollouts.supports import given_support
 from service.rollouts.trees.plan import check as check_branching
 
 KEPT_KV_REASONS: Mapping[KeptKvReason, str] = {
@@ -148,10 +150,8 @@ def samples_to_continue(request: NewRollout) -> Mapping[int, list[UnfinishedSamp
 
 async def check_continue_from(
     request: NewRollout, prompts: Sequence[Sequence[int]], info: EngineInfo
-) -> Mapping[int, list[Supports]]:
-    """Validate the unfinished samples that the request resumes; returns their supports, if any.
-
-    The supports of a group's samples are under the index of the group.
+) -> Mapping[int, list[TokenLists]]:
+    """Validate the unfinished samples that the request resumes; returns them by their group.
 
     Their tokens stay as they were sampled, with the logprobs and version spans of the weights that
     generated them. The tokens after them are sampled with the active weights. If these are the same
@@ -161,7 +161,7 @@ async def check_continue_from(
         return {}
     if request.branching is not None:
         raise InvalidRequest("continue_from cannot be combined with branching")
-    supports, turn = defaultdict[int, list[Supports]](list), TimeSlice()
+    found, turn = defaultdict[int, list[TokenLists]](list), TimeSlice()
     for index, continued in samples_to_continue(request).items():
         if index >= len(prompts):
             raise InvalidRequest("continue_from names a group that is not in the request")
@@ -172,27 +172,28 @@ async def check_continue_from(
             support = await given_support(
                 sample, wanted=request.return_support, vocab_size=info.vocab_size
             )
-            supports[index] += [] if support is None else [support]
+            found[index].append(columns_of(sample, support=support))
             await turn.pause()
-    return supports
+    return found
 
 
 def check_sample(
-    sample: UnfinishedSample,
+    sample: GivenTokenFields | TokenFields,
     request: NewRollout,
     num_prompt_tokens: int,
     info: EngineInfo,
 ) -> None:
     """Refuse a sample to resume that does not fit the request, except for its supports."""
     num_tokens = len(sample.token_ids)
-    if len(sample.logprobs) != num_tokens:
-        raise InvalidRequest("continue_from needs one logprob per token")
-    num_raw = num_tokens if request.logprobs_mode == "raw_logprobs" else 0
-    if len(sample.raw_logprobs or ()) != num_raw:
+    if (sample.raw_logprobs is not None) != (request.logprobs_mode == "raw_logprobs"):
         raise InvalidRequest(
             "continue_from needs one of raw_logprobs per token with logprobs_mode raw_logprobs, "
             "and none otherwise"
         )
+    for name, kind in COLUMNS.items():
+        values = getattr(sample, name, None)
+        if isinstance(kind, Values) and values is not None and len(values) != num_tokens:
+            raise InvalidRequest(f"continue_from needs one {name.removesuffix('s')} per token")
     _check_versions(sample, request)
     _check_kv_versions(sample, num_prompt_tokens)
     if max(sample.token_ids) >= info.vocab_size:
@@ -206,7 +207,7 @@ def check_sample(
         )
 
 
-def _check_versions(sample: UnfinishedSample, request: NewRollout) -> None:
+def _check_versions(sample: GivenTokenFields | TokenFields, request: NewRollout) -> None:
     at = 0
     for span in sample.versions:
         if span.start != at or span.end <= at:
@@ -219,7 +220,7 @@ def _check_versions(sample: UnfinishedSample, request: NewRollout) -> None:
         raise InvalidRequest(f"continue_from has tokens of other versions than {exact_version!r}")
 
 
-def _check_kv_versions(sample: UnfinishedSample, num_prompt_tokens: int) -> None:
+def _check_kv_versions(sample: GivenTokenFields | TokenFields, num_prompt_tokens: int) -> None:
     """Validate the spans of a sample's KV; those of one `first_token` begin at position 0."""
     first, at = -1, 0
     for span in sample.kv_versions:

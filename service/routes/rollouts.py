@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 
+from coppice.wire.columns import TABLES
 from coppice.wire.result_formats import (
     GroupRecord,
     Record,
@@ -259,13 +260,12 @@ def _is_large(record: Record) -> bool:
         head = record.group
         return head.prompt_logprobs is not None or head.prompt_token_ids is not None
     if isinstance(record, SampleRecord):
-        sample = record.sample
-        return sample.routed_experts is not None or _has_many_values(sample)
+        return _has_many_values(record.sample)
     return isinstance(record, SegmentRecord) and _has_many_values(record.segment)
 
 
 def _has_many_values(part: SampleAnswer | SegmentAnswer) -> bool:
-    tables = (part.support, part.top_logprobs, part.given_logprobs)
+    tables = (getattr(part, name, None) for name in TABLES)
     return len(part.token_ids) > INLINE_TOKENS or any(table is not None for table in tables)
 
 

@@ -10,16 +10,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from coppice.wire.columns import TABLES, column_bytes, columns_of
 from coppice.wire.rollouts import SampleAnswer
 from coppice.wire.sessions import AgentApi, AttachReason, Turn
-from coppice.wire.support import rows_of
 from engine.types import ChatRequest, ChatResponse, Sampling, TopLogprobRows
 from service.fair_threads import FairThreads
 from service.observability.session_metrics import SessionMetrics
-from service.rollouts.logprob_tables import to_sample_table
+from service.rollouts.logprob_tables import to_table
 from service.rollouts.manager import RolloutManager
 from service.rollouts.rollout import Rollout
-from service.rollouts.supports import Supports
 from service.rollouts.tokenizer import Tokenizer
 from service.sessions.history import ASSISTANT, Match, RecordedCall, TextMatch, attachment_reason
 from service.sessions.prompts import Fallback
@@ -102,26 +101,16 @@ class CallRecorder:
         if rollout is None or sample is None:
             session.tree.detach(attachment)
             return None
-        support = None
-        if sample.support is not None:
-            support = Supports(rows_of(sample.support), sample.support.vocab_size)
-            session.num_table_bytes += len(sample.support.data)
-        top_logprobs = None
         if k := session.options.top_logprobs:
             rows = rollout.groups[0].top_logprobs.get(sample.index)
             assert isinstance(rows, TopLogprobRows), "they were requested"
-            top_logprobs = await to_sample_table(rows.columns(k), 0, len(sample.token_ids))
-            session.num_table_bytes += top_logprobs.num_bytes
+            sample = sample.model_copy(update={"top_logprobs": await to_table(rows.columns(k))})
+        session.num_table_bytes += column_bytes(sample, TABLES)
         segment = session.tree.add_sample(
             attachment,
-            sample.token_ids,
-            sample.logprobs,
-            sample.versions,
-            support=support,
-            top_logprobs=top_logprobs,
-            finish=sample.finish_reason,
-            stop_reason=sample.stop_reason,
-            kv_versions=sample.kv_versions,
+            columns_of(sample),
+            sample.finish_reason,
+            sample.stop_reason,
             num_cached_tokens=rollout.groups[0].cached_tokens.get(sample.index, 0),
         )
         if segment is not None:

@@ -7,8 +7,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from coppice.wire.columns import TokenLists
 from coppice.wire.rollouts import SegmentFinish
-from service.rollouts.trees.segment_tree import GeneratedTokens
 
 TokenArray = NDArray[np.int32]
 Attached = Literal["extended", "branched", "root"]
@@ -26,7 +26,7 @@ class Segment:
     token_ids: TokenArray
     parent: "Segment | None" = None
     children: "list[Segment]" = field(default_factory=list)
-    sample: GeneratedTokens | None = None
+    sample: TokenLists | None = None
     finish: SegmentFinish = "cut"
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0

@@ -10,11 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from coppice.wire.kv_versions import KvVersionSpan
-from coppice.wire.logprobs import TokenLogprobs
-from coppice.wire.rollouts import GroupAnswer, Outcome, SegmentAnswer, SegmentFinish, VersionSpan
-from service.rollouts.supports import Supports
-from service.rollouts.trees.segment_tree import COMPLETE_FINISHES, GeneratedTokens
+from coppice.wire.columns import TokenColumns, TokenLists
+from coppice.wire.rollouts import GroupAnswer, Outcome, SegmentAnswer, SegmentFinish
+from service.rollouts.trees.segment_tree import COMPLETE_FINISHES
 from service.sessions.segment import (
     Attached,
     Attachment,
@@ -105,32 +103,20 @@ class SessionTree:
     def add_sample(
         self,
         attachment: Attachment,
-        token_ids: Sequence[int],
-        logprobs: Sequence[float],
-        versions: Sequence[VersionSpan],
-        support: Supports | None = None,
-        top_logprobs: TokenLogprobs | None = None,
+        tokens: TokenLists,
         finish: SegmentFinish = "stop",
         stop_reason: int | str | None = None,
         *,
-        kv_versions: Sequence[KvVersionSpan] = (),
         num_cached_tokens: int = 0,
     ) -> Segment | None:
         """Add the tokens that a call has sampled, and end the call; None if there are no tokens."""
-        if not token_ids:
+        if not tokens.token_ids:
             self.detach(attachment)
             return None
         attachment.parent.num_calls -= 1
-        segment = self._add(attachment.parent, np.asarray(token_ids, np.int32), is_sample=True)
-        segment.sample = GeneratedTokens(
-            token_ids=list(token_ids),
-            logprobs=list(logprobs),
-            entropy=None,
-            versions=list(versions),
-            kv_versions=list(kv_versions),
-            support=support,
-            top_logprobs=top_logprobs,
-        )
+        own = np.asarray(tokens.token_ids, np.int32)
+        segment = self._add(attachment.parent, own, is_sample=True)
+        segment.sample = tokens
         segment.finish, segment.stop_reason = finish, stop_reason
         segment.num_cached_tokens = num_cached_tokens
         return segment
@@ -280,19 +266,14 @@ def segment_answer(
 ) -> SegmentAnswer:
     """Answer of a segment; those directly below `root` have no parent."""
     sample = segment.sample
-    support = None if sample is None or sample.support is None else sample.support.answer()
+    tokens = sample or TokenColumns(token_ids=segment.token_ids.tolist(), logprobs=[], versions=())
     return SegmentAnswer(
+        **tokens.wire_fields(SegmentAnswer),
         id=segment.id,
         parent=None if segment.parent in (None, root) else segment.parent.id,
         depth=depth,
-        token_ids=segment.token_ids.tolist(),
-        logprobs=sample.logprobs if sample else [],
-        support=support,
         finish_reason=segment.finish,
         stop_reason=segment.stop_reason,
         num_leaves=num_leaves,
-        versions=sample.versions if sample else [],
-        kv_versions=sample.kv_versions if sample else [],
-        top_logprobs=sample.top_logprobs if sample else None,
         sampled=sample is not None,
     )

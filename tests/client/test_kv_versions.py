@@ -29,15 +29,6 @@ def test_part_has_the_readings_of_its_tokens() -> None:
     assert cut_kv_versions([], 7, 0, 7) == []
 
 
-def test_joined_parts_are_the_whole() -> None:
-    for border in range(8):
-        parts = [
-            (cut_kv_versions(spans(*WHOLE), 7, start, end), end - start)
-            for start, end in ((0, border), (border, 7))
-        ]
-        assert plain(joined_kv_versions(parts)) == WHOLE
-
-
 def test_context_between_samples_moves_their_tokens() -> None:
     first, second = spans(("v1", 0, 12, 0)), spans(("v1", 0, 10, 0), ("v2", 10, 20, 0))
     joined = joined_kv_versions([(first, 3), ([], 4), (second, 2)])

@@ -28,8 +28,8 @@ from coppice.wire.rollouts import (
     GroupHead,
     RolloutAnswer,
     SegmentAnswer,
-    VersionSpan,
 )
+from coppice.wire.versions import VersionSpan
 from tests.client.answers import USAGE
 from tests.client.app import App, Body, answering, refusing, streaming
 from tests.client.conftest import Connect
@@ -125,16 +125,6 @@ def test_segments_without_their_group_are_a_bad_answer() -> None:
     collector.add(EndRecord(outcome="done", usage=USAGE))
     with pytest.raises(BadAnswer):
         collector.result()
-
-
-def test_packed_tree_round_trips() -> None:
-    group = GroupAnswer(**HEAD.model_dump(), samples=[], segments=SEGMENTS)
-    answer = RolloutAnswer(id="r", outcome="done", groups=[group], usage=USAGE)
-    [found] = result_of_packed(unpack(pack(answer))).groups
-    assert found.tree is not None
-    for ours, sent in zip(found.tree.segments, SEGMENTS, strict=True):
-        assert (ours.token_ids.tolist(), ours.logprobs.tolist()) == (sent.token_ids, sent.logprobs)
-        assert ours.entropy is not None and ours.entropy.tolist() == sent.entropy
 
 
 @pytest.mark.parametrize("is_packed", [False, True])

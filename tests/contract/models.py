@@ -29,6 +29,7 @@ from coppice.wire import (
     session_moves,
     sessions,
     support,
+    versions,
     weight_transfer,
     weights,
 )
@@ -53,6 +54,7 @@ MODULES: tuple[ModuleType, ...] = (
     session_moves,
     sessions,
     support,
+    versions,
     weight_transfer,
     weights,
 )

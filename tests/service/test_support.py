@@ -1,19 +1,22 @@
 """Supports of sampled tokens in the answers of rollouts, in all formats."""
 
 import asyncio
+import json
 import threading
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load, save
 
 from coppice import AsyncRollouts, Branching, Sample, Segment, Support
-from coppice.results import result_of, result_of_packed
+from coppice.wire.columns import TokenColumns, TokenLists
 from coppice.wire.result_formats import pack, unpack
-from coppice.wire.rollouts import RolloutAnswer, RolloutRequest, UnfinishedSample
+from coppice.wire.rollouts import RolloutAnswer, RolloutRequest, SegmentAnswer, UnfinishedSample
 from coppice.wire.sampling import Sampling
 from coppice.wire.support import (
     GivenSupport,
@@ -25,8 +28,9 @@ from coppice.wire.support import (
 from engine.sampling_support.rows import encode_mask
 from service.errors import InvalidRequest
 from service.rollouts.request import NewRollout
-from service.rollouts.supports import Supports, check, given_support, max_row_bytes, support_of
-from service.rollouts.trees.segment_tree import GeneratedTokens, Tree
+from service.rollouts.sample_answer import answer_fields
+from service.rollouts.supports import check, given_support, max_row_bytes, support_of
+from service.rollouts.trees.segment_tree import Tree
 from tests.fake_engine import EOS, VOCAB_SIZE, FakeEngine
 from tests.service.test_resume import resume_request, started
 from tests.service.test_rollouts import body, group, running_samples
@@ -73,37 +77,26 @@ async def test_segments_and_paths_of_a_tree_have_their_supports(client: AsyncRol
         assert_supported(sample)
 
 
-async def test_packed_answer_equals_the_json_answer(tmp_path: Path) -> None:
-    requested = {**body(group(1, 2, n=2), group(3)), "sampling": {"max_tokens": 9}}
-    async with serving(FakeEngine(), tmp_path) as served:
-        response = await served.http.post(
-            "/v1/rollouts", json={**requested, "return_support": True}
-        )
-    answer = RolloutAnswer.model_validate_json(response.content)
-    packed = unpack(pack(answer))
-    assert packed.answer.groups[0].samples[0].support is not None
-    assert packed.answer.groups[0].samples[0].support.data == ""
-    theirs = result_of_packed(packed).groups
-    for ours, other in zip(result_of(answer).groups, theirs, strict=True):
-        for one, same in zip(ours.samples, other.samples, strict=True):
-            assert_supported(one)
-            assert one.support is not None and same.support is not None
-            assert one.support.rows == same.support.rows
-
-
 async def test_packed_answer_with_wrong_lengths_is_refused(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         sent = {**body(group(1)), "return_support": True}
         response = await served.http.post("/v1/rollouts", json=sent)
-    packed = unpack(pack(RolloutAnswer.model_validate_json(response.content)))
-    assert packed.support_lengths is not None and packed.support_data is not None
+    data = pack(RolloutAnswer.model_validate_json(response.content))
+    tensors, metadata = load(data), {"answer": _metadata(data)}
+    lengths, sets = tensors["support_lengths"], tensors["support_data"]
     for changed in (
-        {"support_lengths": packed.support_lengths + np.uint32(1)},
-        {"support_lengths": packed.support_lengths[1:]},
-        {"support_data": np.append(packed.support_data, np.uint8(0))},
+        {"support_lengths": lengths + np.uint32(1)},
+        {"support_lengths": lengths[1:]},
+        {"support_data": np.append(sets, np.uint8(0))},
     ):
         with pytest.raises(ValueError, match="support"):
-            result_of_packed(replace(packed, **changed))
+            unpack(save({**tensors, **changed}, metadata=metadata))
+
+
+def _metadata(packed: bytes) -> str:
+    header = json.loads(packed[8 : 8 + int.from_bytes(packed[:8], "little")])
+    answer: str = header["__metadata__"]["answer"]
+    return answer
 
 
 async def test_cut_sample_is_continued_with_its_supports(tmp_path: Path) -> None:
@@ -307,43 +300,54 @@ def test_support_is_a_sequence_of_sets() -> None:
     assert not support.is_whole and support[:1].is_whole
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CountedSupports(Supports):
-    """Supports that record the threads in which they are encoded."""
+class CountedRows(tuple[bytes, ...]):
+    """Rows that record the threads in which they are read."""
 
-    threads: list[int] = field(default_factory=list)
+    threads: list[int]
 
-    def answer(self) -> SupportAnswer:
+    def __iter__(self) -> Iterator[bytes]:
         self.threads.append(threading.get_ident())
-        return Supports.answer(self)
+        return super().__iter__()
+
+
+def counted(rows: Iterable[bytes]) -> CountedRows:
+    found = CountedRows(rows)
+    found.threads = []
+    return found
+
+
+def supported(rows: CountedRows, vocab_size: int) -> TokenLists:
+    num_tokens = len(rows)
+    return TokenColumns(
+        token_ids=[1] * num_tokens,
+        logprobs=[-1.0] * num_tokens,
+        versions=(),
+        support=Support(rows, vocab_size),
+    )
 
 
 async def test_supports_of_a_segment_are_encoded_once_beside_the_event_loop() -> None:
-    rows = [bytes([3]) + at.to_bytes(200) for at in range(8192)]
-    support = CountedSupports(rows, 1600)
-    tokens = GeneratedTokens(
-        token_ids=[1] * 8192, logprobs=[-1.0] * 8192, entropy=None, versions=[], support=support
-    )
+    rows = counted(bytes([3]) + at.to_bytes(200) for at in range(8192))
     tree = Tree("0")
-    segment = tree.add(None, 0, "/1", tokens, "stop")
+    segment = tree.add(None, 0, "/1", supported(rows, 1600), "stop")
     one, [same] = await tree.answer(segment), await tree.answers()
     assert one.support is not None and one.support is same.support
     assert one.support.lengths == [201] * 8192
-    assert len(support.threads) == 1 and threading.get_ident() not in support.threads
+    assert len([each for each in rows.threads if each != threading.get_ident()]) == 1
 
 
 async def test_many_short_supports_are_encoded_beside_the_event_loop() -> None:
-    few, many = (CountedSupports([b"\x01\x05"] * num, VOCAB_SIZE) for num in (100, 8192))
-    await few.encoded()
-    await many.encoded()
-    assert few.threads == [threading.get_ident()]
-    assert many.threads and threading.get_ident() not in many.threads
+    few, many = (counted([b"\x01\x05"] * num) for num in (100, 8192))
+    await answer_fields(supported(few, VOCAB_SIZE), SegmentAnswer)
+    await answer_fields(supported(many, VOCAB_SIZE), SegmentAnswer)
+    assert {*few.threads} == {threading.get_ident()}
+    assert many.threads[-1] != threading.get_ident()
 
 
 def test_equal_supports_share_their_memory() -> None:
     rows = [bytes([1, 5]) for _ in range(2)]
     found = support_of(rows, VOCAB_SIZE)
-    assert found is not None and found.rows == rows
+    assert found is not None and list(found.rows) == rows
     assert found.rows[0] is found.rows[1]
 
 

@@ -8,7 +8,7 @@ import httpx
 import numpy as np
 import pytest
 
-from coppice.results import result_of_packed
+from coppice.results import result_of, result_of_packed
 from coppice.wire.logprobs import TokenLogprobs
 from coppice.wire.packed_requests import PACKED_MEDIA_TYPE
 from coppice.wire.packed_scores import unpack_scores
@@ -51,9 +51,9 @@ async def test_every_format_returns_the_same_top_logprobs(tmp_path: Path) -> Non
     expected = {"offsets": [0, 2, 4], "token_ids": TOP_2, "logprobs": [-0.5, -1.5, -0.5, -1.5]}
     for samples in (whole, streamed):
         assert [sample["top_logprobs"] for sample in samples] == [expected] * 2
-    for sample in packed.answer.groups[0].samples:
-        assert sample.top_logprobs is not None
-        assert json.loads(sample.top_logprobs.model_dump_json()) == expected
+    for columns in packed.columns:
+        assert columns.top_logprobs is not None
+        assert json.loads(columns.top_logprobs.model_dump_json()) == expected
 
 
 async def test_every_format_returns_the_logprobs_of_given_tokens(tmp_path: Path) -> None:
@@ -72,9 +72,9 @@ async def test_every_format_returns_the_logprobs_of_given_tokens(tmp_path: Path)
         assert [sample["given_logprobs"] for sample in samples] == [expected] * 2
         assert all(sample["top_logprobs"]["token_ids"] == TOP_2 for sample in samples)
         assert all("raw_logprobs" not in sample for sample in samples)
-    for sample in packed.answer.groups[0].samples:
-        assert sample.given_logprobs is not None and sample.raw_logprobs is None
-        assert json.loads(sample.given_logprobs.model_dump_json()) == expected
+    for columns in packed.columns:
+        assert columns.given_logprobs is not None and columns.raw_logprobs is None
+        assert json.loads(columns.given_logprobs.model_dump_json()) == expected
 
 
 async def test_every_format_returns_raw_logprobs(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ async def test_answers_have_no_tables_unless_they_are_requested(tmp_path: Path) 
         packed = unpack((await rollout(served, PACKED)).content)
         scored = (await score(served)).json()["items"][0]["responses"]
     assert "top_logprobs" not in plain["samples"][0] and "prompt_logprobs" not in plain
-    assert packed.answer.groups[0].samples[0].top_logprobs is None
+    assert packed.columns[0].top_logprobs is None
     assert "top_logprobs" not in scored[0] and "given_logprobs" not in scored[0]
 
 
@@ -167,7 +167,7 @@ async def test_segments_of_a_tree_and_its_rows_have_top_logprobs(tmp_path: Path)
     assert len(plain["segments"]) > 1
     for part in (*plain["segments"], *plain["samples"]):
         assert part["top_logprobs"]["token_ids"] == part["token_ids"]
-    [group] = packed.answer.groups
+    [group] = result_of_packed(packed).groups
     for row in group.samples:
         assert row.top_logprobs is not None and row.top_logprobs.num_positions == 99
 
@@ -291,9 +291,11 @@ async def test_routed_experts_begin_at_the_first_token_that_was_not_read_before(
     async with serving(FakeEngine(), tmp_path) as served:
         answer = await rollout(served, accepted, **options)
         plain = (await rollout(served)).json()["groups"][0]["samples"][0]
-    found = unpack(answer.content).answer if accepted else None
-    whole = found or RolloutAnswer.model_validate_json(answer.content)
-    resumed, fresh = (sample.routed_experts for sample in whole.groups[0].samples)
+    json_answer = None if accepted else RolloutAnswer.model_validate_json(answer.content)
+    result = (
+        result_of_packed(unpack(answer.content)) if json_answer is None else result_of(json_answer)
+    )
+    resumed, fresh = (sample.routed_experts for sample in result.groups[0].samples)
     assert resumed is not None and fresh is not None and "routed_experts" not in plain
     assert (resumed.start, resumed.array.ravel().tolist()) == (4, [4, 5])
     assert (fresh.start, fresh.array.ravel().tolist()) == (0, [0, 1, 2, 3, 4, 5])
@@ -313,13 +315,10 @@ async def test_routed_experts_of_a_tree_are_refused(tmp_path: Path) -> None:
     assert refused.status_code == 422 and "branching" in refused.json()["detail"]
 
 
-def test_tables_are_cut_joined_and_padded() -> None:
+def test_tables_are_padded() -> None:
     table = TokenLogprobs(
         offsets=np.array([0, 2, 2, 3]), token_ids=np.array([5, 6, 7]), logprobs=-np.arange(3.0)
     )
-    first, rest = table.split([1, 2])
-    assert first.token_ids.tolist() == [5, 6] and rest.offsets.tolist() == [0, 0, 1]
-    assert TokenLogprobs.joined([first, rest]).offsets.tolist() == [0, 2, 2, 3]
     token_ids, logprobs = table.padded()
     assert token_ids.tolist() == [[5, 6], [0, 0], [7, 0]]
     assert np.isneginf(logprobs).tolist() == [[False, False], [True, True], [False, True]]

@@ -25,7 +25,7 @@ from coppice.wire.result_formats import (
     TokensRecord,
 )
 from coppice.wire.rollouts import GroupHead
-from coppice.wire.version_span_slicing import cut_spans
+from coppice.wire.versions import cut_spans
 
 RecordKey = tuple[str, int, int | str]
 NDJSON = "application/x-ndjson"

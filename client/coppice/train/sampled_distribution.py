@@ -18,9 +18,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coppice.support import Support
 from coppice.train.logit_adjustments import NO_ADJUSTMENTS, LogitAdjustments, ResponseAdjustments
-from coppice.wire.support import ALL, IDS, decode_ids, decode_mask
+from coppice.wire.support import ALL, IDS, Support, decode_ids, decode_mask
 
 CHUNK_VALUES = 2**23
 """Logits of a part: 32 MiB in float32."""

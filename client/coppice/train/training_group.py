@@ -5,14 +5,15 @@ Shapes: T tokens of some responses without padding, G responses of the whole gro
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from coppice.results import Group, Sample, Segment, Tree
-from coppice.support import Support, joined_support
 from coppice.train.logit_adjustments import NO_ADJUSTMENTS, LogitAdjustments
+from coppice.wire.support import Support, joined_support
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -142,15 +143,23 @@ class TrainingGroup:
         has_context = not all(mask.all() for mask in masks)
         if has_context:
             logprobs = tuple(v[mask] for v, mask in zip(logprobs, masks, strict=True))
+        support = supports_of(group.samples)
+        if has_context and support is not None:
+            support = tuple(map(_sampled_only, support, masks))
         return cls(
             prompt=prompt_of(prompt, group),
             responses=tuple(torch.from_numpy(sample.token_ids) for sample in group.samples),
             logprobs=logprobs,
-            support=supports_of(group.samples),
+            support=support,
             adjustments=adjustments,
             routed_experts=_routed_experts(group),
             loss_masks=masks if has_context else None,
         )
+
+
+def _sampled_only(support: Support, mask: Tensor) -> Support:
+    """Supports of the tokens of a response that have a logprob."""
+    return Support(tuple(compress(support.rows, mask.tolist())), support.vocab_size)
 
 
 def supports_of(parts: Sequence[Sample | Segment]) -> tuple[Support, ...] | None:

@@ -102,6 +102,12 @@ AdapterLabel = Annotated[str | None, Field(exclude_if=lambda label: label is Non
 """In answers: `name@version`; the field is absent if no adapter was used."""
 
 
+ABSENT = Field(exclude_if=lambda value: value is None)
+"""In answers: absent if there is no value."""
+UNUSED = Field(exclude_if=lambda value: not value)
+"""In requests: absent if false or empty, so that servers without the field accept the request."""
+
+
 class RequestModel(BaseModel):
     """Base class of request bodies. Unknown fields are errors, so that typos are noticed."""
 

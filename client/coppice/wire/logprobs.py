@@ -5,9 +5,22 @@ from typing import Annotated, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, PlainSerializer, PlainValidator, WithJsonSchema, model_validator
+from pydantic import (
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WithJsonSchema,
+    WrapSerializer,
+    WrapValidator,
+    model_validator,
+)
 
 from coppice.wire.base import AnswerModel, JsonInteger, TokenId
+from coppice.wire.packed_requests import LOGPROBS, given_list, serialized_list
 
 MAX_TOP_LOGPROBS = 1024
 NumTopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), JsonInteger()]
@@ -31,6 +44,31 @@ def _array(dtype: type[np.generic], json_type: str) -> Any:
         PlainSerializer(lambda array: array.tolist(), when_used="json"),
         WithJsonSchema({"type": "array", "items": {"type": json_type}}),
     )
+
+
+Logprob = Annotated[float, Field(le=0.0, allow_inf_nan=False)]
+
+
+def _validate_logprobs(
+    value: Any, validate: ValidatorFunctionWrapHandler, info: ValidationInfo
+) -> list[float]:
+    found = given_list(LOGPROBS, value, info)
+    logprobs: list[float] = validate(found.tolist() if isinstance(found, np.ndarray) else found)
+    return logprobs
+
+
+def _serialize_logprobs(
+    value: Any, handler: SerializerFunctionWrapHandler, info: SerializationInfo
+) -> Any:
+    return serialized_list(LOGPROBS, value, handler, info)
+
+
+Logprobs = Annotated[
+    list[Logprob],
+    Field(fail_fast=True),
+    WrapValidator(_validate_logprobs),
+    WrapSerializer(_serialize_logprobs),
+]
 
 
 Offsets = Annotated[NDArray[np.int64], *_array(np.int64, "integer")]
@@ -137,10 +175,3 @@ OptionalLogprobs = Annotated[TokenLogprobs | None, Field(exclude_if=lambda value
 OptionalPromptLogprobs = Annotated[
     PromptLogprobs | None, Field(exclude_if=lambda value: value is None)
 ]
-
-
-def joined_logprobs(parts: Iterable[TokenLogprobs | None]) -> TokenLogprobs | None:
-    """Logprobs of consecutive parts; None if a part has none."""
-    found = list(parts)
-    known = [part for part in found if part is not None]
-    return TokenLogprobs.joined(known) if known and len(known) == len(found) else None

@@ -14,30 +14,33 @@ A packed result is a safetensors file with arrays as tensors and the rest as JSO
     support_data     uint8   [bytes]    the supports (`coppice.wire.support`), one after another
 
 `routed_experts` [positions, layers, experts per token] has the rows of all samples with experts.
-Requested logprobs of further tokens have tensors as described in `packed_tables`.
+`top_logprobs` and `given_logprobs`, if they were requested, are tables with a position per token.
+A table NAME has three tensors; position i owns NAME.offsets[i]:NAME.offsets[i + 1] of the others:
+
+    NAME.offsets    int64    [positions + 1]
+    NAME.token_ids  int32    [entries]
+    NAME.logprobs   float32  [entries]
+
+The table `prompt_logprobs.top_logprobs` has a position per prompt token after the first of each
+group that has prompt logprobs, and `prompt_logprobs.logprobs` these tokens' own logprobs.
 The metadata's `answer` is the RolloutAnswer with these arrays empty. A token takes about 25 bytes
 as JSON and 8 bytes here.
 """
 
-from base64 import b64decode
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import Field, TypeAdapter
 from safetensors.numpy import save
 
 from coppice.safetensors_io import load_arrays, parse_header
 from coppice.wire.base import AnswerModel
+from coppice.wire.column_kinds import NO_ENTRIES, Tables, Tensors, split, tables_of
+from coppice.wire.columns import TokenArrays, column_tensors, columns_of_tensors, without_tensors
 from coppice.wire.kv import KvHandle, KvReason
-from coppice.wire.packed_tables import (
-    part_tensors,
-    prompt_tensors,
-    with_tables,
-    without_tables,
-)
+from coppice.wire.logprobs import PromptLogprobs
 from coppice.wire.problem_catalogue import Problem
 from coppice.wire.rollouts import (
     GroupAnswer,
@@ -47,13 +50,11 @@ from coppice.wire.rollouts import (
     SampleAnswer,
     SegmentAnswer,
     Usage,
-    VersionSpan,
 )
-from coppice.wire.routed_experts import EXPERTS, expert_tensors, with_data, without_data
+from coppice.wire.versions import VersionSpan
 
 Part = SampleAnswer | SegmentAnswer
-_NAMES = ("token_ids", "logprobs", "offsets")
-_OPTIONAL = ("entropy", "support_lengths", "support_data")
+PROMPT, PROMPT_TOP = "prompt_logprobs.logprobs", "prompt_logprobs.top_logprobs"
 
 
 class StartRecord(AnswerModel):
@@ -150,15 +151,10 @@ RECORD: TypeAdapter[Record] = TypeAdapter(Record)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """Packed rollout result, in which the arrays of all samples and segments are concatenated."""
+    """Packed rollout result: the answer without its columns, and those of each part in order."""
 
     answer: RolloutAnswer
-    token_ids: npt.NDArray[np.int32]
-    logprobs: npt.NDArray[np.float32]
-    offsets: npt.NDArray[np.int64]
-    entropy: npt.NDArray[np.float32] | None = None
-    support_lengths: npt.NDArray[np.uint32] | None = None
-    support_data: npt.NDArray[np.uint8] | None = None
+    columns: list[TokenArrays]
 
 
 def parts_of(answer: RolloutAnswer) -> Iterator[Part]:
@@ -169,23 +165,9 @@ def parts_of(answer: RolloutAnswer) -> Iterator[Part]:
 
 
 def pack(answer: RolloutAnswer) -> bytes:
-    parts = list(parts_of(answer))
-    lengths = [len(part.token_ids) for part in parts]
-    tensors: dict[str, npt.NDArray[Any]] = {
-        "token_ids": _joined(parts, lambda part: part.token_ids, np.dtype(np.int32)),
-        "logprobs": _joined(parts, _logprobs_or_nan, np.dtype(np.float32)),
-        "offsets": np.cumsum([0, *lengths], dtype=np.int64),
-        **part_tensors(parts, lengths),
-        **prompt_tensors(answer.groups),
-        **expert_tensors([sample.routed_experts for g in answer.groups for sample in g.samples]),
-    }
-    if any(_entropy(part) is not None for part in parts):
-        tensors["entropy"] = _joined(parts, _entropy_or_nan, np.dtype(np.float32))
-    if any(part.support is not None for part in parts):
-        tensors["support_lengths"] = _joined(parts, _support_lengths, np.dtype(np.uint32))
-        tensors["support_data"] = np.concatenate([_support_data(part) for part in parts])
-    metadata = {"answer": _stripped(answer).model_dump_json()}
-    data: bytes = save(tensors, metadata=metadata)
+    tensors = column_tensors(list(parts_of(answer))) | _prompt_tensors(answer.groups)
+    bare = answer.model_copy(update={"groups": [_bare_group(group) for group in answer.groups]})
+    data: bytes = save(tensors, metadata={"answer": bare.model_dump_json()})
     return data
 
 
@@ -194,89 +176,48 @@ def unpack(data: bytes) -> Packed:
     tensors, metadata = load_arrays(data), parse_header(data).metadata
     try:
         answer = RolloutAnswer.model_validate_json(metadata["answer"])
-        arrays = {name: tensors[name] for name in _NAMES}
-        answer = with_tables(answer, tensors, np.diff(arrays["offsets"]).tolist())
-        answer = _with_experts(answer, tensors)
-        more: dict[str, Any] = {name: tensors.get(name) for name in _OPTIONAL}
-        return Packed(answer=answer, **arrays, **more)
-    except (KeyError, TypeError) as error:
+        groups = list(_with_prompts(answer.groups, tensors))
+        return Packed(
+            answer=answer.model_copy(update={"groups": groups}),
+            columns=columns_of_tensors(list(parts_of(answer)), tensors),
+        )
+    except (KeyError, TypeError, IndexError) as error:
         raise ValueError(f"the file lacks a part of the result: {error}") from error
 
 
-def _support_lengths(part: Part) -> list[int]:
-    return [0] * len(part.token_ids) if part.support is None else part.support.lengths
+def _bare_group(group: GroupAnswer) -> GroupAnswer:
+    """Copy of a group with empty arrays; what is missing stays missing."""
+    segments = group.segments and [without_tensors(segment) for segment in group.segments]
+    update: dict[str, Any] = {"samples": [without_tensors(sample) for sample in group.samples]}
+    if group.prompt_logprobs is not None:
+        empty = {"logprobs": np.zeros(0, np.float32), "top_logprobs": NO_ENTRIES}
+        update["prompt_logprobs"] = group.prompt_logprobs.model_copy(update=empty)
+    return group.model_copy(update={**update, "segments": segments})
 
 
-def _support_data(part: Part) -> npt.NDArray[np.uint8]:
-    return np.frombuffer(b64decode(part.support.data if part.support else ""), np.uint8)
+def _prompt_tensors(groups: Iterable[GroupAnswer]) -> Tensors:
+    found = [group.prompt_logprobs for group in groups if group.prompt_logprobs is not None]
+    if not found:
+        return {}
+    lengths = [len(prompt.logprobs) for prompt in found]
+    return {
+        PROMPT: np.concatenate([prompt.logprobs for prompt in found]),
+        **Tables().tensors(PROMPT_TOP, [prompt.top_logprobs for prompt in found], lengths),
+    }
 
 
-def _with_experts(answer: RolloutAnswer, tensors: dict[str, npt.NDArray[Any]]) -> RolloutAnswer:
-    if EXPERTS not in tensors:
-        return answer
-    rows, start = tensors[EXPERTS], 0
-
-    def filled(sample: SampleAnswer) -> SampleAnswer:
-        nonlocal start
-        if sample.routed_experts is None:
-            return sample
-        begin, start = start, start + sample.routed_experts.shape[0]
-        experts = with_data(sample.routed_experts, rows[begin:start])
-        return sample.model_copy(update={EXPERTS: experts})
-
-    groups = [
-        group.model_copy(update={"samples": [filled(sample) for sample in group.samples]})
-        for group in answer.groups
-    ]
-    return answer.model_copy(update={"groups": groups})
-
-
-def _entropy(part: Part) -> list[float] | None:
-    return part.entropy if isinstance(part, SegmentAnswer) else None
-
-
-def _logprobs_or_nan(part: Part) -> list[float]:
-    is_context = isinstance(part, SegmentAnswer) and not part.sampled
-    return [float("nan")] * len(part.token_ids) if is_context else part.logprobs
-
-
-def _entropy_or_nan(part: Part) -> list[float]:
-    return _entropy(part) or [float("nan")] * len(part.token_ids)
-
-
-def _joined(
-    parts: list[Part],
-    values: Callable[[Part], list[int] | list[float]],
-    dtype: npt.DTypeLike,
-) -> npt.NDArray[np.generic]:
-    return np.concatenate([np.empty(0, dtype), *(np.asarray(values(p), dtype) for p in parts)])
-
-
-def _stripped(answer: RolloutAnswer) -> RolloutAnswer:
-    return answer.model_copy(update={"groups": [_stripped_group(g) for g in answer.groups]})
-
-
-def _stripped_group(group: GroupAnswer) -> GroupAnswer:
-    """Copy of a group with empty arrays; entropy that was present becomes empty, not None."""
-    group = without_tables(group)
-    samples = [_stripped_sample(sample) for sample in group.samples]
-    segments = None if group.segments is None else [_stripped_segment(s) for s in group.segments]
-    return group.model_copy(update={"samples": samples, "segments": segments})
-
-
-def _stripped_sample(sample: SampleAnswer) -> SampleAnswer:
-    experts = None if sample.routed_experts is None else without_data(sample.routed_experts)
-    return sample.model_copy(update={**_bare(sample), EXPERTS: experts})
-
-
-def _stripped_segment(segment: SegmentAnswer) -> SegmentAnswer:
-    entropy = None if segment.entropy is None else list[float]()
-    return segment.model_copy(update={**_bare(segment), "entropy": entropy})
-
-
-def _bare(part: Part) -> dict[str, object]:
-    """Empty arrays of a part; a support keeps the size of the vocabulary."""
-    support = part.support
-    if support is not None:
-        support = support.model_copy(update={"lengths": [], "data": ""})
-    return {"token_ids": [], "logprobs": [], "support": support}
+def _with_prompts(groups: Iterable[GroupAnswer], tensors: Tensors) -> Iterator[GroupAnswer]:
+    groups = list(groups)
+    having = [group for group in groups if group.prompt_logprobs is not None]
+    lengths = [group.num_prompt_tokens - 1 for group in having]
+    tables = tables_of(PROMPT_TOP, tensors, lengths)
+    own = tensors.get(PROMPT, np.zeros(sum(lengths), np.float32))
+    logprobs = iter(split(PROMPT, own, lengths))
+    for group in groups:
+        prompt = group.prompt_logprobs
+        if prompt is not None:
+            filled = PromptLogprobs(
+                logprobs=next(logprobs), top_logprobs=next(tables), version=prompt.version
+            )
+            group = group.model_copy(update={"prompt_logprobs": filled})
+        yield group

@@ -3,21 +3,12 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-import numpy as np
-from pydantic import (
-    Field,
-    SerializationInfo,
-    SerializerFunctionWrapHandler,
-    ValidationInfo,
-    ValidatorFunctionWrapHandler,
-    WrapSerializer,
-    WrapValidator,
-    model_validator,
-)
+from pydantic import Field, model_validator
 
 from coppice.wire.base import (
+    ABSENT,
     MAX_TOKENS,
-    AdapterLabel,
+    UNUSED,
     AdapterName,
     AnswerModel,
     JsonInteger,
@@ -27,63 +18,26 @@ from coppice.wire.base import (
 )
 from coppice.wire.branching import Branching
 from coppice.wire.chat import Message, ParsedMessage, Tool
+from coppice.wire.columns import GivenTokenFields, TokenFields
 from coppice.wire.kv import Kv, KvHandle, KvReason
 from coppice.wire.kv_reuse import KvReuse, KvReuseAnswer
-from coppice.wire.kv_versions import ChainKeepKv, GivenKvSpan, KvVersions
-from coppice.wire.logprobs import (
-    NumTopLogprobs,
-    OptionalLogprobs,
-    OptionalPromptLogprobs,
-    PositionTokenIds,
-)
-from coppice.wire.packed_requests import LOGPROBS, given_list, serialized_list
+from coppice.wire.kv_versions import ChainKeepKv
+from coppice.wire.logprobs import NumTopLogprobs, OptionalPromptLogprobs, PositionTokenIds
 from coppice.wire.routed_experts import OptionalExperts
 from coppice.wire.sampling import Sampling
-from coppice.wire.support import GivenSupport, SupportAnswer
 
 MAX_GROUPS = 4096
 MAX_SAMPLES_PER_GROUP = 1024
 
 Seed = Annotated[int, Field(ge=0, lt=2**62), JsonInteger()]
-Logprob = Annotated[float, Field(le=0.0, allow_inf_nan=False)]
-
-
-def _validate_logprobs(
-    value: Any, validate: ValidatorFunctionWrapHandler, info: ValidationInfo
-) -> list[float]:
-    found = given_list(LOGPROBS, value, info)
-    logprobs: list[float] = validate(found.tolist() if isinstance(found, np.ndarray) else found)
-    return logprobs
-
-
-def _serialize_logprobs(
-    value: Any, handler: SerializerFunctionWrapHandler, info: SerializationInfo
-) -> Any:
-    return serialized_list(LOGPROBS, value, handler, info)
-
-
-Logprobs = Annotated[
-    list[Logprob],
-    Field(fail_fast=True),
-    WrapValidator(_validate_logprobs),
-    WrapSerializer(_serialize_logprobs),
-]
-
 FinishReason = Literal[
     "stop", "length", "aborted", "deadline", "surplus", "version_changed", "error"
 ]
 SegmentFinish = Literal["cut", "budget", FinishReason]
-ABSENT = Field(exclude_if=lambda value: value is None)
 StopReason = Annotated[int | str | None, ABSENT]
 """In answers: the stop token id or stop string that ended the sample; else absent."""
-SupportField = Annotated[SupportAnswer | None, Field(exclude_if=lambda support: support is None)]
-"""In answers: the supports of the tokens, if `return_support` was set; else absent."""
-UNUSED = Field(exclude_if=lambda value: not value)
-"""In requests: absent if false or empty, so that servers without the field accept the request."""
 Option = Annotated[bool, UNUSED]
 LogprobsMode = Literal["processed_logprobs", "raw_logprobs"]
-RawLogprobs = Annotated[list[float] | None, ABSENT]
-"""In answers: logprobs of the tokens under the model's own distribution, if requested."""
 Outcome = Literal["done", "partial", "failed", "cancelled"]
 
 
@@ -176,25 +130,10 @@ class Finish(RequestModel):
     select: Literal["first", "random", "balanced_length"] = "first"
 
 
-class GivenSpan(RequestModel):
-    """Weights version and adapter that generated tokens start to end (exclusive) of a sample."""
-
-    version: Label
-    start: Annotated[int, Field(ge=0, le=MAX_TOKENS), JsonInteger()]
-    end: Annotated[int, Field(ge=0, le=MAX_TOKENS), JsonInteger()]
-    adapter: AdapterName | None = None
-
-
-class UnfinishedSample(RequestModel):
+class UnfinishedSample(GivenTokenFields):
     """Sample to resume, which an earlier rollout returned unfinished."""
 
     group: Annotated[int, Field(ge=0, lt=MAX_GROUPS), JsonInteger()] = 0
-    token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS)]
-    logprobs: Annotated[Logprobs, Field(min_length=1, max_length=MAX_TOKENS)]
-    raw_logprobs: Annotated[Logprobs, Field(min_length=1, max_length=MAX_TOKENS)] | None = None
-    versions: Annotated[list[GivenSpan], Field(min_length=1, max_length=4096, fail_fast=True)]
-    kv_versions: Annotated[list[GivenKvSpan], Field(max_length=16_384, fail_fast=True), UNUSED] = []
-    support: GivenSupport | None = None
 
 
 class ContinueFrom(RequestModel):
@@ -246,42 +185,20 @@ class RolloutRequest(RequestModel):
     stream_tokens: Option = False
 
 
-class VersionSpan(AnswerModel):
-    """Weights version that generated tokens start to end (exclusive) of a sample or segment.
-
-    `adapter` is the `name@version` of the LoRA adapter, if one was used.
-    """
-
-    version: str
-    start: int
-    end: int
-    adapter: AdapterLabel = None
-
-
-class SampleAnswer(AnswerModel):
-    """One finished sample of a rollout. logprobs[i] belongs to token_ids[i]."""
+class SampleAnswer(TokenFields):
+    """One finished sample of a rollout."""
 
     index: int
-    token_ids: list[int]
-    logprobs: list[float]
-    support: SupportField = None
     text: str | None = None
     finish_reason: FinishReason
     stop_reason: StopReason = None
-    versions: list[VersionSpan]
-    kv_versions: KvVersions = []
-    top_logprobs: OptionalLogprobs = None
-    """Most probable tokens of the sampling distribution at each token."""
-    given_logprobs: OptionalLogprobs = None
-    """Logprobs of `logprob_token_ids` at each token."""
-    raw_logprobs: RawLogprobs = None
     message: Annotated[ParsedMessage | None, ABSENT] = None
     routed_experts: OptionalExperts = None
     """Experts of the tokens that the model has read, if they were requested."""
 
 
-class SegmentAnswer(AnswerModel):
-    """One segment of a tree, between two branch points. logprobs[i] belongs to token_ids[i].
+class SegmentAnswer(TokenFields):
+    """One segment of a tree, between two branch points.
 
     Without a parent a segment starts at the prompt. Token indices in `versions` start at its
     first token; positions in `kv_versions` start with the prompt. `num_leaves`, the number of
@@ -294,20 +211,12 @@ class SegmentAnswer(AnswerModel):
     id: str
     parent: str | None = None
     depth: int
-    token_ids: list[int]
-    logprobs: list[float]
-    support: SupportField = None
     entropy: list[float] | None = None
     finish_reason: SegmentFinish
     stop_reason: StopReason = None
     num_leaves: int | None = None
-    versions: list[VersionSpan]
-    kv_versions: KvVersions = []
     kv: KvHandle | None = None
     kv_reason: KvReason | None = None
-    top_logprobs: OptionalLogprobs = None
-    given_logprobs: OptionalLogprobs = None
-    raw_logprobs: RawLogprobs = None
     sampled: Annotated[bool, Field(exclude_if=bool)] = True
 
 

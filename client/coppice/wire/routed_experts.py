@@ -73,21 +73,3 @@ class RoutedExperts(AnswerModel):
 
 OptionalExperts = Annotated[RoutedExperts | None, Field(exclude_if=lambda value: value is None)]
 """In answers: absent if it was not requested."""
-EXPERTS = "routed_experts"
-
-
-def expert_tensors(found: Sequence[RoutedExperts | None]) -> dict[str, NDArray[Any]]:
-    """Tensor of a packed result: the rows of all samples that have experts, one after the other."""
-    arrays = [experts.array for experts in found if experts is not None]
-    return {EXPERTS: np.concatenate(arrays)} if arrays else {}
-
-
-def without_data(experts: RoutedExperts) -> RoutedExperts:
-    return experts.model_copy(update={"data": b""})
-
-
-def with_data(experts: RoutedExperts, rows: NDArray[Any]) -> RoutedExperts:
-    """Inverse of `without_data`. Raises ValueError if the rows are too few or of another kind."""
-    if rows.shape != experts.shape or rows.dtype != np.dtype(experts.dtype):
-        raise ValueError(f"{EXPERTS} does not match the samples")
-    return experts.model_copy(update={"data": rows.tobytes()})

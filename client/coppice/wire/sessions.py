@@ -4,12 +4,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from coppice.wire.base import AdapterName, AnswerModel, JsonInteger, RequestModel
+from coppice.wire.base import (
+    ABSENT,
+    UNUSED,
+    AdapterName,
+    AnswerModel,
+    JsonInteger,
+    RequestModel,
+)
 from coppice.wire.kv_versions import KeepKv
 from coppice.wire.logprobs import NumTopLogprobs
 from coppice.wire.rollouts import (
-    ABSENT,
-    UNUSED,
     GroupAnswer,
     Option,
     SegmentFinish,

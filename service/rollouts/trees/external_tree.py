@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from coppice.wire.branching import BranchRequest
+from coppice.wire.columns import TokenLists
 from coppice.wire.rollouts import SegmentAnswer, SegmentFinish
 from engine.errors import EngineError
 from engine.protocol.generation import Generation
@@ -25,7 +26,7 @@ from service.rollouts.group import EndReason
 from service.rollouts.idempotency import IdempotencyClaim
 from service.rollouts.trees.path_request import Budget, Path, PathBounds
 from service.rollouts.trees.plan import Plan, next_cut
-from service.rollouts.trees.segment_tree import COMPLETE_FINISHES, GeneratedTokens, Segment, Tree
+from service.rollouts.trees.segment_tree import COMPLETE_FINISHES, Segment, Tree
 from service.rollouts.trees.tree_group import Fork, TreeGroup
 
 if TYPE_CHECKING:
@@ -229,7 +230,7 @@ class ExternalTree(TreeGroup):
         leaves = sum(leaf.id not in parents for leaf in self.tree.leaves())
         return leaves + len(self._paths) + n
 
-    def _cut_at_position(self, path: Path, tokens: GeneratedTokens) -> tuple[Segment, list[Fork]]:
+    def _cut_at_position(self, path: Path, tokens: TokenLists) -> tuple[Segment, list[Fork]]:
         """Add a cut path's tokens as one segment, from which the caller may branch later."""
         return self.tree.add(path.parent, path.depth, f"{path.name}+0", tokens, "cut"), []
 

@@ -1,19 +1,15 @@
 """Running paths of a rollout tree, each of which is one engine request, and their token budget."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from coppice.wire.columns import TokenLists
 from coppice.wire.rollouts import SegmentFinish
 from engine.kv_types import ExportSlot
 from engine.types import Completion, SampleRequest
 from service.rollouts.group_options import GroupOptions, derive_seed
-from service.rollouts.sample_answer import num_valid_tokens, tables_of
+from service.rollouts.sample_answer import new_tokens
 from service.rollouts.trees.plan import Plan, distribute_leaves, select_entropy_cuts
-from service.rollouts.trees.segment_tree import (
-    COMPLETE_FINISHES,
-    GeneratedTokens,
-    Segment,
-    tokens_from_completion,
-)
+from service.rollouts.trees.segment_tree import COMPLETE_FINISHES, Segment
 
 
 class Budget:
@@ -135,15 +131,16 @@ def path_request(
     )
 
 
-async def path_tokens(plan: Plan, options: GroupOptions, result: Completion) -> GeneratedTokens:
+async def path_tokens(plan: Plan, options: GroupOptions, result: Completion) -> TokenLists:
     """Valid tokens of a path that has ended."""
-    tables = await tables_of(options, result, 0, len(result.token_ids))
-    tokens = tokens_from_completion(plan, result, options, tables)
-    return tokens.part(0, num_valid_tokens(options, result))
+    tokens = await new_tokens(options, result)
+    if plan.needs_entropy and plan.entropy.source == "sampled_token":
+        return replace(tokens, entropy=[-logprob for logprob in tokens.logprobs])
+    return tokens
 
 
 def entropy_forks(
-    plan: Plan, path: Path, tokens: GeneratedTokens, finish: SegmentFinish
+    plan: Plan, path: Path, tokens: TokenLists, finish: SegmentFinish
 ) -> tuple[list[int], list[list[int]]]:
     """Path lengths at which to cut a path, and the leaves of each new path there."""
     max_cuts = min(plan.entropy.top_n, plan.max_depth - path.depth, path.bounds.share - 1)

@@ -7,6 +7,7 @@ from coppice.wire.logprobs import PromptLogprobs
 from coppice.wire.rollouts import GroupAnswer, Outcome, SampleAnswer, SegmentAnswer, SegmentFinish
 from service.rollouts.group import OnPart
 from service.rollouts.group_options import GroupOptions
+from service.rollouts.sample_answer import answer_fields
 from service.rollouts.sampling import parsed_message
 from service.rollouts.trees.segment_tree import LeafPath, Segment, Tree
 
@@ -46,18 +47,11 @@ async def row_answer(index: int, row: LeafPath, options: GroupOptions) -> Sample
     finish, stop_reason, decode = row.leaf.finish, row.leaf.stop_reason, options.decode
     tokens = row.tokens
     return SampleAnswer(
+        **await answer_fields(tokens, SampleAnswer),
         index=index,
-        token_ids=tokens.token_ids,
-        logprobs=tokens.logprobs,
-        support=None if tokens.support is None else await tokens.support.encoded(),
         text=await decode(tokens.token_ids, stop_reason, options.sampling) if decode else None,
         finish_reason="length" if finish == "cut" or finish == "budget" else finish,
         stop_reason=stop_reason,
-        versions=tokens.versions,
-        kv_versions=tokens.kv_versions,
-        top_logprobs=tokens.top_logprobs,
-        given_logprobs=tokens.given_logprobs,
-        raw_logprobs=tokens.raw_logprobs,
         message=await parsed_message(options, tokens.token_ids, stop_reason),
     )
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Awaitable, Collection, Sequence
 from dataclasses import dataclass, field
 
+from coppice.wire.columns import TokenLists
 from coppice.wire.rollouts import GroupAnswer, SegmentFinish
 from engine.kv_types import ExportSlot
 from engine.protocol.generation import Generation
@@ -27,7 +28,7 @@ from service.rollouts.trees.path_request import (
     path_tokens,
 )
 from service.rollouts.trees.plan import Plan, split
-from service.rollouts.trees.segment_tree import COMPLETE_FINISHES, GeneratedTokens, Segment, Tree
+from service.rollouts.trees.segment_tree import COMPLETE_FINISHES, Segment, Tree
 from service.rollouts.trees.tree_answer import outcome_of, tree_answer
 
 Fork = tuple[Segment | None, int, list[int]]
@@ -211,7 +212,7 @@ class TreeGroup(Group):
     def _add_to_tree(
         self,
         path: Path,
-        tokens: GeneratedTokens,
+        tokens: TokenLists,
         finish: SegmentFinish,
         stop_reason: int | str | None,
     ) -> tuple[Segment, list[Fork]]:
@@ -231,7 +232,7 @@ class TreeGroup(Group):
             forks.append((path.parent, path.depth, [unused]))
         return last, forks
 
-    def _cut_at_position(self, path: Path, tokens: GeneratedTokens) -> tuple[Segment, list[Fork]]:
+    def _cut_at_position(self, path: Path, tokens: TokenLists) -> tuple[Segment, list[Fork]]:
         shares = split(path.bounds.share, self.plan.factor(path.depth))
         affordable = self.budget.part(min(shares), path.bounds.share) > 0
         finish: SegmentFinish = "cut" if affordable else "budget"

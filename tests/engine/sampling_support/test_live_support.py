@@ -8,9 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from coppice.support import Support
 from coppice.train import LogitAdjustments, sampled_logprobs
-from coppice.wire.support import decode_ids, decode_mask
+from coppice.wire.support import Support, decode_ids, decode_mask
 from engine.sampling_support.step import SUPPORT_ARG
 from engine.speculation.counters import COUNTERS
 from engine.speculation.request_table import GROUP_ARG

@@ -6,12 +6,9 @@ from pathlib import Path
 from typing import Any, Self
 
 import httpx
-import numpy as np
 import pytest
 
-from coppice.wire.rollouts import SampleAnswer
-from coppice.wire.support import support_answer
-from engine.sampling_support.rows import encode_mask
+from coppice.wire.columns import TokenColumns, TokenLists
 from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.registry import RegistryUnavailable, Replica
 from service.config.allowed_peers import Peers
@@ -20,7 +17,6 @@ from service.moves.sender import CONCURRENT_MOVES, MoveSender
 from service.rollouts.group import Group
 from service.rollouts.group_options import GroupOptions
 from service.rollouts.rollout import Rollout
-from service.rollouts.supports import DECODED_IN_LOOP
 from tests.fake_engine import FakeEngine
 from tests.service.cluster.test_moves import (
     LONG,
@@ -191,31 +187,14 @@ async def test_stream_of_a_rollout_that_stays_here_has_each_token_once(tmp_path:
         assert received == list(range(3, 15))
 
 
-async def test_cancellation_while_suspended_groups_continue_is_not_lost() -> None:
-    tokens = list(range(8000))
-    rows = (encode_mask(np.arange(256) <= token % 256) for token in tokens)
-    support = support_answer(rows, 256)
-    assert len(support.data) > DECODED_IN_LOOP
-    part = SampleAnswer.model_construct(
-        index=0,
-        finish_reason="aborted",
-        token_ids=tokens,
-        logprobs=[-1.0] * 8000,
-        versions=[],
-        kv_versions=[],
-        support=support,
-    )
-    before = Group(
-        options=GroupOptions(support_vocab_size=256), suspended=[part], end_reason="suspended"
-    )
+async def test_cancellation_of_a_suspended_group_is_not_lost_when_it_continues() -> None:
+    tokens: TokenLists = TokenColumns(token_ids=[1, 2], logprobs=[-1.0] * 2, versions=())
+    before = Group(options=GroupOptions(), suspended={0: tokens}, end_reason="suspended")
     rollout = Rollout("1", [before], detached=True)
-    continuing = asyncio.create_task(rollout._resume_groups())
-    await asyncio.sleep(0)
     await rollout.end(FakeEngine(), "cancelled")
-    assert rollout.groups == [before]
-    await continuing
-    assert rollout.groups != [before]
-    assert [each.end_reason for each in rollout.groups] == ["cancelled"]
+    rollout._resume_groups()
+    [after] = rollout.groups
+    assert after is not before and after.end_reason == "cancelled"
 
 
 def responds_late(

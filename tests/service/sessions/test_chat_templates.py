@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 
+from coppice.wire.columns import TokenColumns
 from coppice.wire.rollouts import SegmentFinish
 from engine.types import ChatRequest
 from service.fair_threads import FairThreads
@@ -135,9 +136,7 @@ class AgentSession:
         sample = self.engine.pieces(sampled)
         segment = self.tree.add_sample(
             self.tree.attach(prompt.token_ids, preferred_of(prompt)),
-            sample,
-            [-0.5] * len(sample),
-            [],
+            TokenColumns(token_ids=sample, logprobs=[-0.5] * len(sample), versions=()),
             finish=finish,
             stop_reason=stop_reason,
         )

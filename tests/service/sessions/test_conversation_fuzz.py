@@ -15,11 +15,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from coppice.wire.rollouts import GroupAnswer, SegmentAnswer, SegmentFinish, VersionSpan
+from coppice.wire.columns import TokenColumns
+from coppice.wire.rollouts import GroupAnswer, SegmentAnswer, SegmentFinish
+from coppice.wire.support import Support
+from coppice.wire.versions import VersionSpan
 from engine.types import ChatRequest
 from service.errors import ServiceError
 from service.fair_threads import FairThreads
-from service.rollouts.supports import Supports
 from service.rollouts.tokenizer import Tokenizer
 from service.sessions.history import Conversations, RecordedCall
 from service.sessions.prompts import ChatPrompt, History, chat_prompt
@@ -205,10 +207,12 @@ class Agent:
         self.num_logprobs += len(sample)
         segment = self.tree.add_sample(
             call.attachment,
-            sample,
-            logprobs,
-            [VersionSpan(version="1", start=0, end=len(sample))],
-            Supports([str(logprob).encode() for logprob in logprobs], 2**20),
+            TokenColumns(
+                token_ids=sample,
+                logprobs=logprobs,
+                versions=(VersionSpan(version="1", start=0, end=len(sample)),),
+                support=Support(tuple(str(each).encode() for each in logprobs), 2**20),
+            ),
             finish=finish,
         )
         assert segment is not None

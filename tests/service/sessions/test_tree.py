@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 
-from coppice.wire.rollouts import GroupAnswer, SegmentFinish, VersionSpan
-from service.rollouts.supports import Supports
+from coppice.wire.columns import TokenColumns, TokenLists
+from coppice.wire.rollouts import GroupAnswer, SegmentFinish
+from coppice.wire.support import Support
+from coppice.wire.versions import VersionSpan
 from service.sessions.segment import Segment
 from service.sessions.tree import SessionTree
 
@@ -12,6 +14,10 @@ PROMPT = list(range(100, 110))
 
 def make_tree() -> SessionTree:
     return SessionTree("s", min_shared_tokens=4)
+
+
+def sampled(token_ids: list[int]) -> TokenLists:
+    return TokenColumns(token_ids=token_ids, logprobs=[-0.5] * len(token_ids), versions=())
 
 
 def call(
@@ -24,10 +30,12 @@ def call(
     """One call: the prompt is attached, and the sample added."""
     segment = tree.add_sample(
         tree.attach(prompt, preferred),
-        sample,
-        [-float(token) for token in sample],
-        [VersionSpan(version="1", start=0, end=len(sample))],
-        Supports([bytes([token]) for token in sample], 256),
+        TokenColumns(
+            token_ids=list(sample),
+            logprobs=[-float(token) for token in sample],
+            versions=(VersionSpan(version="1", start=0, end=len(sample)),),
+            support=Support(tuple(bytes([token]) for token in sample), 256),
+        ),
         finish=finish,
     )
     assert segment is not None
@@ -51,7 +59,7 @@ def test_next_prompt_extends_the_sample_by_context() -> None:
     call(tree, PROMPT, [1, 2])
     attachment = tree.attach([*PROMPT, 1, 2, 50, 51])
     assert (attachment.attached, attachment.num_new_context_tokens) == ("extended", 2)
-    tree.add_sample(attachment, [3], [-0.5], [])
+    tree.add_sample(attachment, sampled([3]))
     (group,) = tree.answer()
     assert group.prompt_token_ids == PROMPT
     assert kinds(group) == [(True, [1, 2]), (False, [50, 51]), (True, [3])]
@@ -66,7 +74,7 @@ def test_other_context_after_a_sample_is_a_branch_that_shares_its_beginning() ->
     call(tree, [*PROMPT, 1, 2, 50, 51], [3])
     attachment = tree.attach([*PROMPT, 1, 2, 50, 52])
     assert (attachment.attached, attachment.num_new_context_tokens) == ("branched", 1)
-    tree.add_sample(attachment, [4], [-0.5], [])
+    tree.add_sample(attachment, sampled([4]))
     (group,) = tree.answer()
     assert kinds(group) == [
         (True, [1, 2]),
@@ -84,7 +92,7 @@ def test_same_prompt_again_is_a_repetition_and_equal_samples_stay_apart() -> Non
     first = call(tree, PROMPT, [1, 2])
     attachment = tree.attach(PROMPT)
     assert (attachment.attached, attachment.is_repeated) == ("branched", True)
-    second = tree.add_sample(attachment, [1, 2], [-0.5, -0.5], [])
+    second = tree.add_sample(attachment, sampled([1, 2]))
     assert second is not None and second is not first
     (group,) = tree.answer()
     assert kinds(group) == [(True, [1, 2]), (True, [1, 2])]
@@ -124,7 +132,7 @@ def test_prompt_that_ends_inside_a_sample_continues_there() -> None:
     attachment = tree.attach([*PROMPT, 1, 2])
     assert (attachment.attached, attachment.num_new_context_tokens) == ("branched", 0)
     assert not attachment.is_repeated
-    tree.add_sample(attachment, [7], [-0.5], [])
+    tree.add_sample(attachment, sampled([7]))
     assert kinds(tree.answer()[0]) == [(True, [1, 2]), (True, [3]), (True, [7])]
 
 
@@ -133,7 +141,7 @@ def test_prompt_with_few_shared_tokens_is_a_root_of_its_own() -> None:
     call(tree, PROMPT, [1])
     attachment = tree.attach([*PROMPT[:3], 9, 9])
     assert (attachment.attached, attachment.num_new_context_tokens) == ("root", 5)
-    tree.add_sample(attachment, [2], [-0.5], [])
+    tree.add_sample(attachment, sampled([2]))
     groups = tree.answer()
     assert [group.index for group in groups] == [0, 1]
     assert [group.prompt_token_ids for group in groups] == [PROMPT, [*PROMPT[:3], 9, 9]]
@@ -144,7 +152,7 @@ def test_prompt_that_shares_a_long_beginning_splits_the_root() -> None:
     call(tree, PROMPT, [1])
     attachment = tree.attach([*PROMPT[:4], 9])
     assert (attachment.attached, attachment.num_new_context_tokens) == ("branched", 1)
-    tree.add_sample(attachment, [2], [-0.5], [])
+    tree.add_sample(attachment, sampled([2]))
     (group,) = tree.answer()
     assert group.prompt_token_ids == PROMPT[:4]
     assert kinds(group) == [(False, PROMPT[4:]), (True, [1]), (False, [9]), (True, [2])]
@@ -152,7 +160,7 @@ def test_prompt_that_shares_a_long_beginning_splits_the_root() -> None:
 
 def test_call_without_tokens_leaves_nothing_behind() -> None:
     tree = make_tree()
-    tree.add_sample(tree.attach(PROMPT), [], [], [], finish="aborted")
+    tree.add_sample(tree.attach(PROMPT), sampled([]), finish="aborted")
     assert (tree.answer(), tree.num_segments, tree.num_tokens) == ([], 0, 0)
     call(tree, PROMPT, [1, 2])
     tree.detach(tree.attach([*PROMPT, 1, 2, 50]))
@@ -166,7 +174,7 @@ def test_context_of_a_running_call_is_kept_when_another_call_fails() -> None:
     assert second.is_repeated
     tree.detach(first)
     assert tree.answer() == [], "a tree without samples is not in the answer"
-    tree.add_sample(second, [1], [-0.5], [])
+    tree.add_sample(second, sampled([1]))
     assert kinds(tree.answer()[0]) == [(True, [1])]
 
 
@@ -184,5 +192,5 @@ def test_split_context_keeps_the_place_of_a_running_call() -> None:
     tree = make_tree()
     running = tree.attach(PROMPT)
     call(tree, [*PROMPT[:6], 8], [1])
-    sample = tree.add_sample(running, [2], [-0.5], [])
+    sample = tree.add_sample(running, sampled([2]))
     assert sample is not None and tree.token_ids(sample) == [*PROMPT, 2]

@@ -1,8 +1,40 @@
-"""Slicing and concatenation of version spans, i.e. weights versions of ranges of tokens."""
+"""Wire type of the weights versions of ranges of tokens; slicing and concatenation of ranges."""
 
 from collections.abc import Iterable, Sequence
+from typing import Annotated
 
-from coppice.wire.rollouts import VersionSpan
+from pydantic import Field
+
+from coppice.wire.base import (
+    MAX_TOKENS,
+    AdapterLabel,
+    AdapterName,
+    AnswerModel,
+    JsonInteger,
+    Label,
+    RequestModel,
+)
+
+
+class VersionSpan(AnswerModel):
+    """Weights version that generated tokens start to end (exclusive) of a sample or segment.
+
+    `adapter` is the `name@version` of the LoRA adapter, if one was used.
+    """
+
+    version: str
+    start: int
+    end: int
+    adapter: AdapterLabel = None
+
+
+class GivenSpan(RequestModel):
+    """Weights version and adapter that generated tokens start to end (exclusive) of a sample."""
+
+    version: Label
+    start: Annotated[int, Field(ge=0, le=MAX_TOKENS), JsonInteger()]
+    end: Annotated[int, Field(ge=0, le=MAX_TOKENS), JsonInteger()]
+    adapter: AdapterName | None = None
 
 
 def cut_spans(spans: Iterable[VersionSpan], start: int, end: int) -> list[VersionSpan]:
