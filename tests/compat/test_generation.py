@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from coppice.wire.base import MAX_TOKENS
 from coppice.wire.rollouts import MAX_GROUPS
+from service.http.bodies import MAX_JSON_VALUES
 from tests.compat.third_party import Foreign, foreign
 from tests.fake_engine import FakeEngine
 
@@ -156,10 +156,10 @@ async def test_invalid_prompt_is_refused(tmp_path: Path) -> None:
         too_many = [[1]] * (MAX_GROUPS + 1)
         assert (await served.refused("/v1/completions", {"prompt": too_many}))[0] == 400
         assert (await served.refused("/generate", {"input_ids": too_many}))[0] == 422
-        too_long = [1] * (MAX_TOKENS + 1)
+        too_long = [1] * (MAX_JSON_VALUES + 1)
         for prompt in (too_long, [too_long]):
-            assert (await served.refused("/v1/completions", {"prompt": prompt}))[0] == 400
-            assert (await served.refused("/generate", {"input_ids": prompt}))[0] == 422
+            assert (await served.refused("/v1/completions", {"prompt": prompt}))[0] == 413
+            assert (await served.refused("/generate", {"input_ids": prompt}))[0] == 413
 
 
 async def test_unknown_model_is_refused(tmp_path: Path) -> None:

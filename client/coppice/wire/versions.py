@@ -42,7 +42,7 @@ def cut_spans(spans: Iterable[VersionSpan], start: int, end: int) -> list[Versio
     return [
         _moved(span, max(span.start, start) - start, min(span.end, end) - start)
         for span in spans
-        if span.start < end and span.end > start
+        if max(span.start, start) < min(span.end, end)
     ]
 
 

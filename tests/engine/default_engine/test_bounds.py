@@ -129,6 +129,9 @@ REJECTED = {
 }
 
 
+REFUSALS = {"invalid_request", "invalid_json", "prompt_too_long", "body_too_large"}
+
+
 async def post(served: Served, request: dict[str, Any]) -> httpx.Response:
     return await served.http.post("/v1/rollouts", content=json.dumps(request))
 
@@ -164,7 +167,7 @@ async def test_value_within_its_bounds_is_answered(
 async def test_value_past_its_bounds_is_refused(served: Served, request_: dict[str, Any]) -> None:
     answer = await post(served, request_)
     assert 400 <= answer.status_code < 500, answer.text
-    assert answer.json()["code"] in {"invalid_request", "invalid_json", "prompt_too_long"}
+    assert answer.json()["code"] in REFUSALS
     await check_samples(served)
 
 
