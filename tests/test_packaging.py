@@ -195,7 +195,7 @@ def test_server_wheel_contains_packages_type_markers_and_seedling(
         "service/api_docs/page.html",
         "service/api_docs/swagger-ui-bundle.js",
         "service/api_docs/LICENSE",
-        "engine/protocol.py",
+        "engine/protocol/__init__.py",
         "engine/py.typed",
         "kernels/__init__.py",
         "examples/seedling/model/config.json",
