@@ -30,7 +30,7 @@ FLAGS = (
     "--engine.cache-bytes", str(64 * 2**20),
     "--engine.max-context-tokens", "256",
     "--engine.max-sequences", "128",
-    "--limits.max-samples-per-request", "64",
+    "--limits.max-samples-per-key", "256",
     "--limits.keep-answers-bytes", "4000000",
     "--server.drain-seconds", "60",
 )  # fmt: skip
