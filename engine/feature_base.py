@@ -10,15 +10,12 @@ from pathlib import Path
 from typing import Any, ClassVar, TypedDict
 
 from engine.errors import StartFailed
+from engine.feature_settings import AttentionSettings, GraphsSettings, SpeculationSettings
 from engine.feature_stats import FeatureStatus
+from engine.info_types import EngineInfo
 from engine.runtime.engine_calls import RunningEngine, SleepListener
-from engine.settings import (
-    AttentionSettings,
-    EngineSettings,
-    GraphsSettings,
-    SpeculationSettings,
-)
-from engine.types import EngineInfo, FinishedListener
+from engine.settings import EngineSettings
+from engine.types import FinishedListener
 
 Method = Callable[..., Any]
 

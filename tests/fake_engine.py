@@ -17,6 +17,7 @@ from typing import Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.chat_types import ChatRequest, ChatResponse, ToolCall, truncated
 from engine.errors import (
     CheckpointRefused,
     ConversationRefused,
@@ -33,6 +34,7 @@ from engine.feature_stats import (
     SharedPrefixStats,
     SpeculationStats,
 )
+from engine.info_types import EngineHealth, EngineInfo, EngineStage, KeptKvReason, StartPhase
 from engine.kv_types import ExportStatus
 from engine.protocol.features import DRAFT_MODEL, FeatureKey, Interface, Stats
 from engine.protocol.text import DEFAULT_SAMPLING
@@ -40,26 +42,17 @@ from engine.sampling_support.rows import ALL, encode_mask
 from engine.stop_text import response_text
 from engine.types import (
     AdapterInfo,
-    ChatRequest,
-    ChatResponse,
     Completion,
     EngineFinishReason,
-    EngineHealth,
-    EngineInfo,
-    EngineStage,
-    KeptKvReason,
     KvVersionSpan,
     PauseMode,
     SampleRequest,
     Sampling,
     SleepLevel,
     SleepTag,
-    StartPhase,
     TokenDelta,
-    ToolCall,
     TopLogprobRows,
     VersionSpan,
-    truncated,
 )
 from engine.weights.ipc_tensors import IpcTensor
 from engine.weights.magnitudes import UNKNOWN, Magnitudes

@@ -15,7 +15,7 @@ from engine.cudagraphs.from_settings import captures_graphs
 from engine.errors import StartFailed
 from engine.feature_base import EngineFeature, Ping, WorkerPart, feature_status
 from engine.feature_stats import CudaGraphStats, FeatureStatus
-from engine.types import EngineInfo
+from engine.info_types import EngineInfo
 
 HOW: Final = "graphs.budget_bytes"
 

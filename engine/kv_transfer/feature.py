@@ -15,10 +15,10 @@ from engine.feature_base import (
     refuse_several_machines,
 )
 from engine.feature_stats import FeatureStatus
+from engine.info_types import KvReason
 from engine.kv_transfer.worker.methods import METHODS
 from engine.kv_types import GpuMemory, KvFormat, LayerFormat
 from engine.settings import EngineSettings
-from engine.types import KvReason
 
 log = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from engine.feature_base import CorePart, EngineFeature, Ping
 from engine.feature_stats import KeptKvStats, total
+from engine.info_types import KeptKvReason
 from engine.kv_versions.core import hooks
-from engine.types import KeptKvReason
 
 
 class KeptKv(EngineFeature):

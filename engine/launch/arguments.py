@@ -13,9 +13,10 @@ from vllm.usage.usage_lib import UsageContext
 
 from engine.cudagraphs.planner import Plan
 from engine.errors import StartFailed
+from engine.feature_settings import SpeculationSettings
 from engine.launch.environment import NO_SPECULATION
 from engine.launch.vllm_args import check_vllm_args
-from engine.settings import GIB, DType, EngineSettings, SpeculationSettings
+from engine.settings import GIB, DType, EngineSettings
 from engine.speculation.startup import set_speculative_config
 from engine.weights.validation import TARGET_MODULES
 

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 
+from engine.chat_types import ChatRequest, ChatResponse
 from engine.io import logprobs
 from engine.io.chat_conversion import ChatProcessor
 from engine.parts.state import VllmState
 from engine.protocol.text import DEFAULT_SAMPLING, ResponseStream
-from engine.types import ChatRequest, ChatResponse, Sampling
+from engine.types import Sampling
 
 
 class VllmText(VllmState):

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+from engine.chat_types import ChatRequest, ChatResponse
 from engine.protocol.engine_state import EngineState
-from engine.types import ChatRequest, ChatResponse, Sampling
+from engine.types import Sampling
 
 DEFAULT_SAMPLING = Sampling(max_tokens=1)
 

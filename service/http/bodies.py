@@ -21,7 +21,7 @@ from coppice.wire.packed_requests import (
     PackedLists,
     unpack_request,
 )
-from service.config.settings import LimitsSettings
+from service.config.limits import LimitsSettings
 from service.errors import BodyTooLarge, InvalidJson, InvalidRequest, UnsupportedMediaType
 from service.fair_threads import FairThreads
 

@@ -5,7 +5,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from coppice.wire.columns import TokenLists
-from engine.types import ChatResponse, KeptKv, Sampling
+from engine.chat_types import ChatResponse
+from engine.types import KeptKv, Sampling
 
 Decode = Callable[[Sequence[int], int | str | None, Sampling], Awaitable[str]]
 """Detokenizes a response, given its token ids, its stop reason and its sampling parameters."""

@@ -7,7 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coppice.wire.logprobs import PromptLogprobs, TokenLogprobs
-from engine.types import EngineInfo, TopLogprobRows
+from engine.info_types import EngineInfo
+from engine.types import TopLogprobRows
 from service.errors import InvalidRequest
 from service.rollouts.request import NewRollout
 

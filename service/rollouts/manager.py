@@ -19,7 +19,7 @@ from engine.protocol.generation import Generation
 from service.adapters.manager import AdapterManager
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import new_rollout_id
-from service.config.settings import LimitsSettings
+from service.config.limits import LimitsSettings
 from service.errors import DRAINING_RETRY_SECONDS, Draining, RolloutNotFound, ServiceError
 from service.observability.build import Observability
 from service.prompt_kv.manager import PromptKvManager

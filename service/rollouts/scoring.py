@@ -11,8 +11,9 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 from coppice.wire.logprobs import PromptLogprobs
 from coppice.wire.rollouts import WeightsConstraint
 from coppice.wire.score import ScoreAnswer, ScoredItem, ScoredResponse, ScoreItem, ScoreRequest
+from engine.info_types import EngineInfo
 from engine.protocol.generation import Generation
-from engine.types import EngineInfo, TopLogprobRows
+from engine.types import TopLogprobRows
 from service.adapters.manager import AdapterManager
 from service.errors import InvalidRequest, PromptTooLong
 from service.http.exception_handlers import to_service_error

@@ -11,7 +11,7 @@ from coppice.wire.rollouts import (
     UnfinishedSample,
     WeightsConstraint,
 )
-from engine.types import EngineInfo, KeptKvReason
+from engine.info_types import EngineInfo, KeptKvReason
 from service.errors import InvalidRequest, PromptTooLong
 from service.rollouts.fairness import TimeSlice
 from service.rollouts.request import NewGroup, NewRollout

@@ -10,9 +10,9 @@ from engine.feature_stats import (
     SharedPrefixStats,
     SpeculationStats,
 )
+from engine.info_types import EngineHealth
 from engine.protocol.engine_state import EngineState
 from engine.protocol.features import DRAFT_MODEL
-from engine.types import EngineHealth
 from service import __version__
 from service.cluster.membership import ClusterMembership
 from service.errors import ServiceError

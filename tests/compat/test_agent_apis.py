@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine.types import EngineInfo
+from engine.info_types import EngineInfo
 from service.compat import (
     anthropic_bodies,
     openai_chat,

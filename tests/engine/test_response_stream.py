@@ -8,8 +8,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from engine.chat_types import ChatRequest, ChatResponse
 from engine.io.response_stream import TextStream
-from engine.types import ChatRequest, ChatResponse, Sampling
+from engine.types import Sampling
 from tests.engine.chats import TemplateChat, make_chat
 
 TEXT = "naïve 中文 😀👩‍🔬 a<b>\n\tç"

@@ -13,8 +13,8 @@ import yaml
 from fastapi import FastAPI
 
 from engine.errors import EngineDead, StartFailed
+from engine.info_types import EngineHealth
 from engine.protocol import Engine
-from engine.types import EngineHealth
 from service.cli import ServeComponents, with_prompt_kv
 from service.config.settings import Settings, redacted, settings_fields
 from service.config.sources import SettingsFlags, flag_name
@@ -197,7 +197,10 @@ def test_measured_baseline_is_reported_with_its_directory(tmp_path: Path) -> Non
     flags = ("--engine.cache-directory", str(tmp_path), "--engine.max-sequences", "4")
     result = run("measure-baseline", *flags, components=replace(PARTS, measure_baseline=measure))
     assert (result.exit_code, measured[0].engine.max_sequences) == (0, 4)
-    assert result.stdout == f"step times of 5 batches without speculation are in {tmp_path / 'speculation'}\n"
+    assert (
+        result.stdout
+        == f"step times of 5 batches without speculation are in {tmp_path / 'speculation'}\n"
+    )
 
 
 @pytest.mark.parametrize(

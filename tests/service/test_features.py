@@ -10,7 +10,7 @@ import pytest
 
 from coppice.wire.control import FeatureStatus, StatusAnswer
 from engine import feature_stats
-from engine.types import EngineInfo
+from engine.info_types import EngineInfo
 from service.server import Server
 from service.status.features import features, table
 from tests.fake_engine import FakeEngine

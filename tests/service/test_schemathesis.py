@@ -21,7 +21,8 @@ from schemathesis import Response
 from schemathesis.openapi import from_dict
 
 from coppice.wire.packed_requests import PACKED_MEDIA_TYPE
-from engine.types import ChatRequest, EngineInfo
+from engine.chat_types import ChatRequest
+from engine.info_types import EngineInfo
 from tests.fake_engine import FakeEngine
 from tests.sample_sizes import TIMES
 from tests.service.keyfile import write_keys

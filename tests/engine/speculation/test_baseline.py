@@ -12,9 +12,10 @@ from vllm.platforms import current_platform
 from engine.attention import register as attention
 from engine.drafter.core.draft_length import DraftLengthPolicy
 from engine.errors import StartFailed
+from engine.feature_settings import AttentionSettings, GraphsSettings, SpeculationSettings
 from engine.feature_stats import FeatureStatus
 from engine.runtime.installed_settings import CACHE_ENV
-from engine.settings import AttentionSettings, EngineSettings, GraphsSettings, SpeculationSettings
+from engine.settings import EngineSettings
 from engine.speculation import baseline, process_settings, startup
 from engine.speculation.baseline import (
     GainPrediction,

@@ -19,7 +19,7 @@ from coppice.wire.columns import TokenColumns
 from coppice.wire.rollouts import GroupAnswer, SegmentAnswer, SegmentFinish
 from coppice.wire.support import Support
 from coppice.wire.versions import VersionSpan
-from engine.types import ChatRequest
+from engine.chat_types import ChatRequest
 from service.errors import ServiceError
 from service.fair_threads import FairThreads
 from service.rollouts.tokenizer import Tokenizer
