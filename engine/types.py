@@ -250,7 +250,7 @@ class AdapterInfo:
 class TokenValues:
     """Values of the tokens of a sample, one per token; None if they were not requested.
 
-    `support` has encoded sets of token ids (`coppice.wire.support`).
+    `support` has encoded sets of token ids (`coppice.wire.columns.support`).
     """
 
     token_ids: list[int]

@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic_core import from_json, to_json
 
+from coppice.wire.packed.results import EndRecord
 from coppice.wire.problem_catalogue import Problem
-from coppice.wire.result_formats import EndRecord
 from coppice.wire.rollouts import RolloutAnswer, SampleAnswer
 from engine.chat_types import ChatResponse, ToolCall, ToolCallPart
 from service.compat.anthropic_errors import anthropic_error

@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic_core import to_json
 
+from coppice.wire.packed.results import EndRecord
 from coppice.wire.problem_catalogue import Problem
-from coppice.wire.result_formats import EndRecord
 from coppice.wire.rollouts import SampleAnswer
 from engine.chat_types import ChatResponse, ToolCallPart
 from service.compat.chat_samples import ChatSamples, MessageParts

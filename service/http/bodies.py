@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from coppice.safetensors_io import LENGTH_BYTES, head_bytes
-from coppice.wire.packed_requests import (
+from coppice.wire.packed.requests import (
     PACKED_MEDIA_TYPE,
     PackedLists,
     unpack_request,

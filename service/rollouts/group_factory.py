@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from coppice.wire.branching import Branching
-from coppice.wire.columns import TokenLists
+from coppice.wire.columns.token_columns import TokenLists
 from coppice.wire.rollouts import Finish
 from engine.protocol.generation import Generation
 from engine.types import KeptKv, Sampling

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from coppice.wire.columns import TokenLists
+from coppice.wire.columns.token_columns import TokenLists
 from engine.chat_types import ChatResponse
 from engine.types import KeptKv, Sampling
 

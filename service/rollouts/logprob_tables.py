@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from coppice.wire.logprobs import PromptLogprobs, TokenLogprobs
+from coppice.wire.columns.logprobs import PromptLogprobs, TokenLogprobs
 from engine.info_types import EngineInfo
 from engine.types import TopLogprobRows
 from service.errors import InvalidRequest

@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 from contextlib import asynccontextmanager
 from typing import Any
 
-from coppice.wire.columns import TokenLists
-from coppice.wire.kv_versions import KeepKv
-from coppice.wire.logprobs import PromptLogprobs
+from coppice.wire.columns.kv_versions import KeepKv
+from coppice.wire.columns.logprobs import PromptLogprobs
+from coppice.wire.columns.token_columns import TokenLists
 from coppice.wire.rollouts import WeightsConstraint
 from engine.protocol.generation import Generation
 from service.adapters.manager import AdapterManager

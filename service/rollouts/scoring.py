@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from coppice.wire.logprobs import PromptLogprobs
+from coppice.wire.columns.logprobs import PromptLogprobs
 from coppice.wire.rollouts import WeightsConstraint
 from coppice.wire.score import ScoreAnswer, ScoredItem, ScoredResponse, ScoreItem, ScoreRequest
 from engine.info_types import EngineInfo

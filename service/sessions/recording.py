@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from coppice.wire.columns import TABLES, column_bytes, columns_of
+from coppice.wire.columns.token_columns import TABLES, column_bytes, columns_of
 from coppice.wire.rollouts import SampleAnswer
 from coppice.wire.sessions import AgentApi, AttachReason, Turn
 from engine.chat_types import ChatRequest, ChatResponse

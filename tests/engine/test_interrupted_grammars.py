@@ -19,7 +19,7 @@ import xgrammar
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from coppice.wire.support import decode_ids, decode_mask
+from coppice.wire.columns.support import decode_ids, decode_mask
 from engine.io.grammar_check import xgrammar_source
 from engine.io.request_params import sampling_params
 from engine.sampling_support import sampling_hooks

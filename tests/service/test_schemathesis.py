@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, settings
 from schemathesis import Response
 from schemathesis.openapi import from_dict
 
-from coppice.wire.packed_requests import PACKED_MEDIA_TYPE
+from coppice.wire.packed.requests import PACKED_MEDIA_TYPE
 from engine.chat_types import ChatRequest
 from engine.info_types import EngineInfo
 from tests.fake_engine import FakeEngine

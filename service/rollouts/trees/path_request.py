@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from coppice.wire.columns import TokenLists
+from coppice.wire.columns.token_columns import TokenLists
 from coppice.wire.rollouts import SegmentFinish
 from engine.kv_types import ExportSlot
 from engine.types import Completion, SampleRequest

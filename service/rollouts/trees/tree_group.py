@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Awaitable, Collection, Sequence
 from dataclasses import dataclass, field
 
-from coppice.wire.columns import TokenLists
+from coppice.wire.columns.token_columns import TokenLists
 from coppice.wire.rollouts import GroupAnswer, SegmentFinish
 from engine.kv_types import ExportSlot
 from engine.protocol.generation import Generation

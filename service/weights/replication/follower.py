@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from coppice.wire.kv_versions import ActivationKv
+from coppice.wire.columns.kv_versions import ActivationKv
 from engine.types import WEIGHTS
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import ActivationTarget, ClusterView, RegistryUnavailable

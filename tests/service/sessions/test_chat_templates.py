@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from coppice.wire.columns import TokenColumns
+from coppice.wire.columns.token_columns import TokenColumns
 from coppice.wire.rollouts import SegmentFinish
 from engine.chat_types import ChatRequest
 from service.fair_threads import FairThreads
