@@ -24,7 +24,7 @@ from bench.harness.random_model import enlarged_seedling
 from bench.harness.record import Record, Row, add_out
 from engine.feature_settings import SpeculationSettings
 from engine.settings import EngineSettings
-from engine.types import Completion, SampleRequest, Sampling
+from engine.types.samples import Completion, SampleRequest, Sampling
 from engine.vllm_engine import VllmEngine
 
 GROUPS, SAMPLES, PROMPT_TOKENS, TOKENS = 8, 8, 256, 96

@@ -15,7 +15,7 @@ from fastapi import APIRouter, FastAPI, Response
 
 from coppice.wire.control import HealthAnswer
 from engine.errors import EngineDead
-from engine.info_types import EngineHealth
+from engine.types.info import EngineHealth
 from service.config.settings import Settings
 from service.errors import EngineGone
 from service.http.exception_handlers import problem_response

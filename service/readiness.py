@@ -2,8 +2,8 @@
 
 from typing import Literal
 
-from engine.info_types import EngineHealth
 from engine.protocol.engine_state import EngineState
+from engine.types.info import EngineHealth
 from service.errors import DRAINING_RETRY_SECONDS, Draining, EngineGone, NotReady
 
 ReplicaState = Literal["starting", "serving", "draining"]

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from engine.errors import EngineError
-from engine.info_types import EngineHealth
 from engine.protocol import Engine
+from engine.types.info import EngineHealth
 from service.checkpoint_store import CheckpointStore
 from service.cluster.build import build_cluster
 from service.cluster.registry import ClusterRegistry

@@ -18,7 +18,6 @@ from vllm.renderers.hf import HfRenderer
 from vllm.renderers.params import ChatParams, TokenizeParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from engine.chat_types import ChatRequest, ChatResponse, truncated
 from engine.errors import ConversationRefused, NoTurnEnd, PromptTooLong, RequestRefused
 from engine.io.response_parsers import (
     STREAMING_TOOL_PARSERS,
@@ -32,7 +31,8 @@ from engine.launch.chat_template_options import load_template, template_options,
 from engine.protocol.text import DEFAULT_SAMPLING, ResponseStream
 from engine.settings import EngineSettings
 from engine.stop_text import response_text
-from engine.types import Sampling
+from engine.types.chat import ChatRequest, ChatResponse, truncated
+from engine.types.samples import Sampling
 
 log = logging.getLogger(__name__)
 MAX_ARGUMENTS_CHARACTERS = 2**20

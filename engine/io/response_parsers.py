@@ -6,9 +6,9 @@ from typing import Any
 
 from vllm.parser.parser_manager import ParserManager
 
-from engine.chat_types import ToolCall, ToolCallPart
 from engine.errors import StartFailed
 from engine.settings import EngineSettings
+from engine.types.chat import ToolCall, ToolCallPart
 
 STREAMING_TOOL_PARSERS = frozenset(
     {"hermes", "qwen3_json", "qwen3_coder", "qwen3_xml", "glm45", "glm47"}

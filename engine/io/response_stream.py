@@ -9,10 +9,10 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
-from engine.chat_types import ChatResponse, ToolCallPart
 from engine.io.response_parsers import tool_call_part
 from engine.protocol.text import DEFAULT_SAMPLING
-from engine.types import Sampling
+from engine.types.chat import ChatResponse, ToolCallPart
+from engine.types.samples import Sampling
 
 log = logging.getLogger(__name__)
 NOTHING = ChatResponse(content=None, parsed=False)

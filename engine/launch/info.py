@@ -9,8 +9,8 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from engine.features import Features
-from engine.info_types import EngineInfo
 from engine.settings import EngineSettings
+from engine.types.info import EngineInfo
 
 
 def collect_info(

@@ -5,10 +5,10 @@ from dataclasses import replace
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from engine.features import Features
-from engine.info_types import EngineHealth, EngineInfo
 from engine.launch.processes import VllmProcesses
 from engine.runtime.heartbeat import Heartbeat
 from engine.settings import EngineSettings
+from engine.types.info import EngineHealth, EngineInfo
 
 
 class VllmState:

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from engine.chat_types import ChatRequest, ChatResponse
 from engine.io import logprobs
 from engine.io.chat_conversion import ChatProcessor
 from engine.parts.state import VllmState
 from engine.protocol.text import DEFAULT_SAMPLING, ResponseStream
-from engine.types import Sampling
+from engine.types.chat import ChatRequest, ChatResponse
+from engine.types.samples import Sampling
 
 
 class VllmText(VllmState):

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from engine.chat_types import ChatRequest, ChatResponse
 from engine.protocol.engine_state import EngineState
-from engine.types import Sampling
+from engine.types.chat import ChatRequest, ChatResponse
+from engine.types.samples import Sampling
 
 DEFAULT_SAMPLING = Sampling(max_tokens=1)
 

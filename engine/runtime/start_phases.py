@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from engine.info_types import StartPhase
 from engine.runtime.feature_guard import feature
+from engine.types.info import StartPhase
 
 log = logging.getLogger(__name__)
 FILE_ENV: Final = "COPPICE_ENGINE_START_PHASES"

@@ -15,12 +15,12 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from engine.cudagraphs.planner import Plan
 from engine.errors import StartFailed
 from engine.feature_settings import SpeculationSettings
-from engine.info_types import EngineInfo
 from engine.runtime.await_engine import await_engine
 from engine.settings import EngineSettings
 from engine.speculation.baseline import GainPrediction
 from engine.speculation.cost import ProfileBatch, draft_lengths, num_tokens, profile_batches
 from engine.speculation.process_settings import SIBLING_MODES
+from engine.types.info import EngineInfo
 from kernels.draft_index.store import is_built
 
 log = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ import uvloop
 from fastapi import FastAPI
 
 from engine.errors import StartFailed
-from engine.info_types import EngineHealth
+from engine.types.info import EngineHealth
 from service.config.settings import Settings
 from service.http.file_limit import connection_limit
 from service.http.limited_protocol import protocol_with_limits

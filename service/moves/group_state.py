@@ -13,7 +13,7 @@ from coppice.wire.rollouts import (
     SampleAnswer,
     SegmentAnswer,
 )
-from engine.info_types import EngineInfo
+from engine.types.info import EngineInfo
 from service.errors import InvalidRequest, PromptTooLong
 from service.moves.token_tables import check_ids, checked_tokens
 from service.rollouts import validation

@@ -8,7 +8,7 @@ from typing import get_args
 from prometheus_client import CollectorRegistry
 
 from engine.feature_settings import MAX_DRAFT_TOKENS
-from engine.feature_stats import (
+from engine.types.feature_stats import (
     AttentionFallbackReason,
     CudaGraphStats,
     DrafterOutcome,

@@ -31,9 +31,9 @@ from coppice.wire.rollouts import (
     SampleAnswer,
     SegmentAnswer,
 )
-from engine.kv_types import KvLoad
 from engine.protocol.generation import Generation
-from engine.types import Completion, SampleRequest, TokenDelta, TopLogprobs
+from engine.types.kv import KvLoad
+from engine.types.samples import Completion, SampleRequest, TokenDelta, TopLogprobs
 from service.prompt_kv.group_exports import GroupKvExports
 from service.prompt_kv.prompt_source import PrefilledPrompt, PromptSource
 from service.rollouts import sample_answer

@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coppice.wire.columns.logprobs import PromptLogprobs, TokenLogprobs
-from engine.info_types import EngineInfo
-from engine.types import TopLogprobRows
+from engine.types.info import EngineInfo
+from engine.types.samples import TopLogprobRows
 from service.errors import InvalidRequest
 from service.rollouts.request import NewRollout
 

@@ -20,7 +20,7 @@ from coppice.wire.rollouts import (
     WeightsConstraint,
 )
 from coppice.wire.sampling import Sampling
-from engine.types import KeptKv
+from engine.types.samples import KeptKv
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,8 +16,8 @@ from coppice.wire.columns.routed_experts import RoutedExperts
 from coppice.wire.columns.token_columns import COLUMNS, TokenColumns, TokenLists
 from coppice.wire.columns.versions import VersionSpan
 from coppice.wire.rollouts import FinishReason, SampleAnswer
-from engine.types import Completion, TopLogprobRows
-from engine.types import VersionSpan as EngineVersionSpan
+from engine.types.samples import Completion, TopLogprobRows
+from engine.types.samples import VersionSpan as EngineVersionSpan
 from service.rollouts.group_options import GroupOptions
 from service.rollouts.logprob_tables import to_table
 from service.rollouts.sampling import parsed_message

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 from coppice.wire.columns.logprobs import PromptLogprobs
 from coppice.wire.rollouts import WeightsConstraint
 from coppice.wire.score import ScoreAnswer, ScoredItem, ScoredResponse, ScoreItem, ScoreRequest
-from engine.info_types import EngineInfo
 from engine.protocol.generation import Generation
-from engine.types import TopLogprobRows
+from engine.types.info import EngineInfo
+from engine.types.samples import TopLogprobRows
 from service.adapters.manager import AdapterManager
 from service.errors import InvalidRequest, PromptTooLong
 from service.http.exception_handlers import to_service_error

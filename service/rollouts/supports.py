@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from coppice.wire.columns.support import Support, rows_of
 from coppice.wire.rollouts import UnfinishedSample
 from coppice.wire.sampling import Sampling
-from engine.info_types import EngineInfo
+from engine.types.info import EngineInfo
 from service.errors import InvalidRequest
 from service.rollouts.request import NewGroup, NewRollout
 

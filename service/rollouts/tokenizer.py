@@ -10,11 +10,11 @@ from typing import NamedTuple, TypeVar
 
 from coppice.wire.rollouts import Prompt
 from engine import errors
-from engine.chat_types import ChatRequest, ChatResponse, truncated
 from engine.errors import ConversationRefused, NoTurnEnd, RequestRefused
 from engine.protocol.text import ResponseStream, Text
 from engine.stop_text import response_text, tokens_of_text
-from engine.types import Sampling
+from engine.types.chat import ChatRequest, ChatResponse, truncated
+from engine.types.samples import Sampling
 from service.errors import InvalidRequest, NoChatTemplate, PromptTooLong
 from service.fair_threads import FairThreads
 from service.rollouts.fairness import TimeSlice

@@ -17,7 +17,7 @@ from coppice.wire.rollouts import (
     UnfinishedSample,
     WeightsConstraint,
 )
-from engine.info_types import EngineInfo, KeptKvReason
+from engine.types.info import EngineInfo, KeptKvReason
 from service.errors import InvalidRequest, PromptTooLong
 from service.rollouts.fairness import TimeSlice
 from service.rollouts.request import NewGroup, NewRollout

@@ -22,7 +22,7 @@ from engine.errors import (
     LoadFailed,
 )
 from engine.protocol.weights import Weights
-from engine.types import PauseMode
+from engine.types.samples import PauseMode
 from engine.weights.ipc_tensors import WeightTransfer
 from service.errors import (
     DRAINING_RETRY_SECONDS,

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from engine.chat_types import ChatRequest, ChatResponse
-from engine.info_types import EngineInfo
+from engine.types.chat import ChatRequest, ChatResponse
+from engine.types.info import EngineInfo
 from tests.compat.third_party import Foreign, foreign
 from tests.engine.chats import CONTEXT_TOKENS, TemplateChat, make_chat
 from tests.fake_engine import FakeEngine

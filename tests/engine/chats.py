@@ -11,9 +11,9 @@ from typing import Any
 from vllm.engine.arg_utils import EngineArgs
 from vllm.renderers.registry import renderer_from_config
 
-from engine.chat_types import ChatRequest, ChatResponse
 from engine.io.chat_conversion import ChatProcessor
 from engine.settings import EngineSettings
+from engine.types.chat import ChatRequest, ChatResponse
 from tests.engine.seedling import MODEL
 
 CONTEXT_TOKENS = 512

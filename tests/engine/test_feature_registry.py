@@ -18,7 +18,7 @@ from engine.protocol.features import DRAFT_MODEL
 from engine.runtime.engine_calls import SleepListener
 from engine.runtime.heartbeat import Heartbeat
 from engine.settings import EngineSettings
-from engine.types import KV_CACHE, WEIGHTS, SleepTag
+from engine.types.samples import KV_CACHE, WEIGHTS, SleepTag
 from engine.weights.checkpoint import read_base_checkpoint
 from engine.weights.sleep_mode import SleepMode
 from engine.weights.updates import ServedWeights

@@ -8,9 +8,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from engine.chat_types import ChatRequest, ChatResponse
 from engine.io.response_stream import TextStream
-from engine.types import Sampling
+from engine.types.chat import ChatRequest, ChatResponse
+from engine.types.samples import Sampling
 from tests.engine.chats import TemplateChat, make_chat
 
 TEXT = "naïve 中文 😀👩‍🔬 a<b>\n\tç"

@@ -13,8 +13,8 @@ import yaml
 from fastapi import FastAPI
 
 from engine.errors import EngineDead, StartFailed
-from engine.info_types import EngineHealth
 from engine.protocol import Engine
+from engine.types.info import EngineHealth
 from service.cli import ServeComponents, with_prompt_kv
 from service.config.settings import Settings, redacted, settings_fields
 from service.config.sources import SettingsFlags, flag_name

@@ -21,8 +21,8 @@ from schemathesis import Response
 from schemathesis.openapi import from_dict
 
 from coppice.wire.packed.requests import PACKED_MEDIA_TYPE
-from engine.chat_types import ChatRequest
-from engine.info_types import EngineInfo
+from engine.types.chat import ChatRequest
+from engine.types.info import EngineInfo
 from tests.fake_engine import FakeEngine
 from tests.sample_sizes import TIMES
 from tests.service.keyfile import write_keys

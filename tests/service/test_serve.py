@@ -17,7 +17,7 @@ import pytest
 from fastapi import FastAPI
 
 from engine.errors import StartFailed
-from engine.info_types import EngineHealth, EngineStage
+from engine.types.info import EngineHealth, EngineStage
 from service.config.settings import LogSettings, ServerSettings, Settings
 from service.http.serve import (
     StopDeadline,

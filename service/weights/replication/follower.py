@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from coppice.wire.columns.kv_versions import ActivationKv
-from engine.types import WEIGHTS
+from engine.types.samples import WEIGHTS
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import ActivationTarget, ClusterView, RegistryUnavailable
 from service.cluster.replica_status import ReplicaStatus

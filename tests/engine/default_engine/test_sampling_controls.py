@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.chat_types import ChatRequest
 from engine.errors import SamplingRefused
-from engine.types import Completion, SampleRequest, Sampling, StructuredOutputs
+from engine.types.chat import ChatRequest
+from engine.types.samples import Completion, SampleRequest, Sampling, StructuredOutputs
 from engine.vllm_engine import VllmEngine
 from tests.engine.controlled_sampling import controlled_logprobs
 from tests.engine.seedling import reference

@@ -9,9 +9,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.chat_types import ChatRequest, ChatResponse
-from engine.info_types import EngineInfo
-from engine.types import Completion, EngineFinishReason, SampleRequest, TokenDelta, VersionSpan
+from engine.types.chat import ChatRequest, ChatResponse
+from engine.types.info import EngineInfo
+from engine.types.samples import (
+    Completion,
+    EngineFinishReason,
+    SampleRequest,
+    TokenDelta,
+    VersionSpan,
+)
 from tests.fake_engine import FakeEngine
 from tests.service.sessions.template_families import FamilyEngine
 

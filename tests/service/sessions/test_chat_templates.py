@@ -8,7 +8,7 @@ import pytest
 
 from coppice.wire.columns.token_columns import TokenColumns
 from coppice.wire.rollouts import SegmentFinish
-from engine.chat_types import ChatRequest
+from engine.types.chat import ChatRequest
 from service.fair_threads import FairThreads
 from service.rollouts.tokenizer import Tokenizer
 from service.sessions.history import Conversations, RecordedCall

@@ -19,7 +19,7 @@ from coppice.wire.columns.support import Support
 from coppice.wire.columns.token_columns import TokenColumns
 from coppice.wire.columns.versions import VersionSpan
 from coppice.wire.rollouts import GroupAnswer, SegmentAnswer, SegmentFinish
-from engine.chat_types import ChatRequest
+from engine.types.chat import ChatRequest
 from service.errors import ServiceError
 from service.fair_threads import FairThreads
 from service.rollouts.tokenizer import Tokenizer

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from engine.feature_stats import FeatureStatus
-from engine.kv_types import GpuMemory, KvFormat
+from engine.types.feature_stats import FeatureStatus
+from engine.types.kv import GpuMemory, KvFormat
 
 EngineStage = Literal["starting", "serving", "activating", "sleeping", "stopping", "dead"]
 KvReason = Literal["disabled", "unsupported_cache"]

@@ -7,7 +7,7 @@ from typing import Any, Final, Literal, NamedTuple, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.kv_types import ExportSlot, KvLoad
+from engine.types.kv import ExportSlot, KvLoad
 
 PauseMode = Literal["abort", "wait", "keep"]
 ActivationMode = Literal["keep", "recompute", "wait", "abort"]
