@@ -114,17 +114,12 @@ async def complete(call: Compat) -> Response:
         num_top_logprobs=body.logprobs,
         stream_tokens=body.stream,
     )
-    echo = (
-        await prompt_echo(
-            call.server,
-            body.prompt,
-            prompts,
-            prompt_scores,
-            is_truncated=body.truncate_prompt_tokens is not None,
+    echo = None
+    if body.echo:
+        is_truncated = body.truncate_prompt_tokens is not None
+        echo = await prompt_echo(
+            call.server, body.prompt, prompts, prompt_scores, is_truncated=is_truncated
         )
-        if body.echo
-        else None
-    )
     builder = CompletionBuilder(
         body=body, rollout=rollout, prompts=prompts, prompt_scores=prompt_scores, echo=echo
     )

@@ -19,13 +19,8 @@ from fastapi import FastAPI
 from engine.errors import StartFailed
 from engine.types.info import EngineHealth, EngineStage
 from service.config.settings import LogSettings, ServerSettings, Settings
-from service.http.serve import (
-    StopDeadline,
-    example_command,
-    open_listener,
-    run_server,
-    server_url,
-)
+from service.http.serve import example_command, open_listener, run_server, server_url
+from service.http.shutdown import StopDeadline
 
 
 class ServerLifecycle:
@@ -195,10 +190,10 @@ def test_process_is_ended_if_the_kill_fails() -> None:
 def test_process_is_ended_if_a_hanging_thread_holds_a_lock_of_logging(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("service.http.serve.LOG_SECONDS", 0.01)
+    monkeypatch.setattr("service.http.shutdown.LOG_SECONDS", 0.01)
     codes: queue.SimpleQueue[int] = queue.SimpleQueue()
     held = logging.StreamHandler()
-    log = logging.getLogger("service.http.serve")
+    log = logging.getLogger("service.http.shutdown")
     log.addHandler(held)
     try:
         with held.lock or nullcontext():
@@ -234,7 +229,7 @@ def test_failed_drain_does_not_prevent_the_stop() -> None:
 def test_process_is_ended_if_a_thread_does_not_return() -> None:
     program = """
 import threading, time
-from service.http.serve import StopDeadline
+from service.http.shutdown import StopDeadline
 
 class Lifecycle:
     def kill(self):
