@@ -25,7 +25,7 @@ from bench.harness.paired_runs import Pairs, alternate
 from bench.harness.random_model import enlarged_seedling
 from bench.harness.record import Record, Row, add_out
 from engine.settings import EngineSettings
-from engine.types import Completion, SampleRequest, Sampling
+from engine.types.samples import Completion, SampleRequest, Sampling
 from engine.vllm_engine import VllmEngine
 from engine.weights.checkpoint import read_base_checkpoint
 from engine.weights.validation import (

@@ -25,7 +25,7 @@ from bench.harness.grpo_checkpoints import INITIAL, checkpoints
 from bench.harness.kv_teacher_forcing import Forced, Teacher, Turn
 from bench.harness.record import Record, Row, add_out
 from engine.settings import EngineSettings
-from engine.types import Completion, KeptKv, SampleRequest, Sampling
+from engine.types.samples import Completion, KeptKv, SampleRequest, Sampling
 from engine.vllm_engine import VllmEngine
 from examples.grpo.questions import Question, Questions
 from examples.seedling.enlarge import SEEDLING

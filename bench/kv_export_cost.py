@@ -24,9 +24,9 @@ import uvloop
 from bench.harness.paired_runs import Pairs, alternate
 from bench.harness.random_model import enlarged_seedling
 from bench.harness.record import Record, Row, add_out
-from engine.kv_types import ExportSlot, ExportStatus
 from engine.settings import EngineSettings
-from engine.types import Completion, SampleRequest, Sampling
+from engine.types.kv import ExportSlot, ExportStatus
+from engine.types.samples import Completion, SampleRequest, Sampling
 from engine.vllm_engine import VllmEngine
 
 GROUPS, SAMPLES, PROMPT_TOKENS, TOKENS = 4, 8, 1024, 128

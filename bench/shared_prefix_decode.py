@@ -25,9 +25,10 @@ import torch
 from bench.harness.decode_timing import BLOCK, DRAFTED, LONGEST, Case, Engine, Steps, write_config
 from bench.harness.prefix_trees import Tree
 from bench.harness.record import Record, Row, add_out
+from engine.feature_settings import AttentionSettings
 from engine.launch.environment import engine_environment
 from engine.runtime.installed_settings import started_by_coppice
-from engine.settings import AttentionSettings, EngineSettings
+from engine.settings import EngineSettings
 
 PARTS = {
     "long": (

@@ -10,15 +10,12 @@ from pathlib import Path
 from typing import Any, ClassVar, TypedDict
 
 from engine.errors import StartFailed
-from engine.feature_stats import FeatureStatus
+from engine.feature_settings import AttentionSettings, GraphsSettings, SpeculationSettings
 from engine.runtime.engine_calls import RunningEngine, SleepListener
-from engine.settings import (
-    AttentionSettings,
-    EngineSettings,
-    GraphsSettings,
-    SpeculationSettings,
-)
-from engine.types import EngineInfo, FinishedListener
+from engine.settings import EngineSettings
+from engine.types.feature_stats import FeatureStatus
+from engine.types.info import EngineInfo
+from engine.types.samples import FinishedListener
 
 Method = Callable[..., Any]
 
@@ -109,7 +106,7 @@ class EngineFeature(SleepListener):
     engine: RunningEngine
     """Set before `prepare`."""
     stats: object = None
-    """Counters of the last heartbeat, as a type of `engine.feature_stats`."""
+    """Counters of the last heartbeat, as a type of `engine.types.feature_stats`."""
     interface: object = None
     """What the service can do with the feature, while it is on."""
 

@@ -11,14 +11,15 @@ from engine.attention.feature import SharedPrefixAttention
 from engine.cudagraphs.feature import CudaGraphPlan
 from engine.drafter.feature import DraftModel
 from engine.feature_base import EngineFeature, Ping, StartSettings
-from engine.feature_stats import FeatureStatus
 from engine.kv_retention.feature import SessionKvRetention
 from engine.kv_transfer.feature import KvOffloading, PromptKvExport
 from engine.kv_versions.feature import KeptKv
 from engine.runtime.engine_calls import RunningEngine, SleepListener
 from engine.runtime.feature_guard import attempt
 from engine.speculation.feature import Speculation
-from engine.types import EngineInfo, FinishedListener
+from engine.types.feature_stats import FeatureStatus
+from engine.types.info import EngineInfo
+from engine.types.samples import FinishedListener
 from engine.vllm_options import (
     AsyncScheduling,
     ExpertParallel,

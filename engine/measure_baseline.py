@@ -1,7 +1,8 @@
 """Measurement of the baseline by an engine without speculation: `coppice measure-baseline`."""
 
 from engine.errors import StartFailed
-from engine.settings import AttentionSettings, EngineSettings, GraphsSettings, SpeculationSettings
+from engine.feature_settings import AttentionSettings, GraphsSettings, SpeculationSettings
+from engine.settings import EngineSettings
 from engine.speculation.startup import measure_baseline
 from engine.vllm_engine import VllmEngine
 

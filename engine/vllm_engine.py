@@ -7,6 +7,7 @@ from typing import cast
 
 from engine.errors import StartFailed
 from engine.feature_base import StartSettings
+from engine.feature_settings import AttentionSettings, GraphsSettings, SpeculationSettings
 from engine.features import Features
 from engine.io.chat_conversion import ChatProcessor
 from engine.launch.arguments import WORKER_EXTENSION
@@ -23,7 +24,7 @@ from engine.parts.weights import VllmWeights
 from engine.protocol.features import FeatureKey, Interface, Stats
 from engine.runtime.heartbeat import Heartbeat
 from engine.runtime.leftover_files import remove_leftover_shared_memory
-from engine.settings import AttentionSettings, EngineSettings, GraphsSettings, SpeculationSettings
+from engine.settings import EngineSettings
 
 
 class VllmEngine(VllmGeneration, VllmText, VllmWeights):

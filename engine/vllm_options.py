@@ -7,7 +7,7 @@ from typing import Any
 from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES
 
 from engine.feature_base import EngineFeature, feature_status
-from engine.feature_stats import FeatureStatus
+from engine.types.feature_stats import FeatureStatus
 
 State = tuple[object, str, str]
 """Whether an option is on, the reason, and the setting that changes it."""

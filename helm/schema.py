@@ -10,11 +10,13 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from engine.settings import AttentionSettings, EngineSettings, GraphsSettings, SpeculationSettings
+from engine.feature_settings import AttentionSettings, GraphsSettings, SpeculationSettings
+from engine.settings import EngineSettings
 from service.config.cluster import ClusterSettings
+from service.config.limits import LimitsSettings
 from service.config.prompt_kv import KvSettings
 from service.config.sessions import SessionsSettings
-from service.config.settings import LimitsSettings, LogSettings, TraceSettings, WeightsSettings
+from service.config.settings import LogSettings, TraceSettings, WeightsSettings
 
 FILE = Path(__file__).parent / "coppice" / "values.schema.json"
 Schema = dict[str, Any]

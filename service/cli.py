@@ -35,7 +35,7 @@ from service.prompt_kv.arena import default_capacity_bytes
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from service.http.serve import ServerLifecycle
+    from service.http.shutdown import ServerLifecycle
     from service.node import Node
 
 ServerRunner = Callable[["FastAPI", "ServerLifecycle", Settings, socket.socket], None]
@@ -123,7 +123,8 @@ def create_app(settings: Settings, engine: Engine) -> "FastAPI":
 def run_server(
     app: "FastAPI", lifecycle: "ServerLifecycle", settings: Settings, listener: socket.socket
 ) -> None:
-    from service.http.serve import StopDeadline, run_server
+    from service.http.serve import run_server
+    from service.http.shutdown import StopDeadline
 
     deadline = StopDeadline(lifecycle, settings.server.stop_seconds)
     run_server(app, lifecycle, settings, listener, deadline)

@@ -15,12 +15,13 @@ from fastapi import APIRouter, FastAPI, Response
 
 from coppice.wire.control import HealthAnswer
 from engine.errors import EngineDead
-from engine.types import EngineHealth
+from engine.types.info import EngineHealth
 from service.config.settings import Settings
 from service.errors import EngineGone
 from service.http.exception_handlers import problem_response
 from service.http.responses import json_response
-from service.http.serve import SignalFreeServer, server_config, signal_handlers
+from service.http.serve import SignalFreeServer, server_config
+from service.http.shutdown import signal_handlers
 from service.readiness import starting
 
 log = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
 from typing import Literal
 
 from engine.protocol.engine_state import EngineState
-from engine.types import EngineHealth
+from engine.types.info import EngineHealth
 from service.errors import DRAINING_RETRY_SECONDS, Draining, EngineGone, NotReady
 
 ReplicaState = Literal["starting", "serving", "draining"]

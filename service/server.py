@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from engine.errors import EngineError
 from engine.protocol import Engine
-from engine.types import EngineHealth
+from engine.types.info import EngineHealth
 from service.checkpoint_store import CheckpointStore
 from service.cluster.build import build_cluster
 from service.cluster.registry import ClusterRegistry

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from engine.kv_types import ExportSlot, ExportStatus, KvFormat
+from engine.types.kv import ExportSlot, ExportStatus, KvFormat
 
 ALIGNMENT = 64
 CANARY = 0xA5

@@ -25,7 +25,12 @@ from engine.errors import (
     FilesRestored,
     RequestRefused,
 )
-from engine.feature_stats import (
+from engine.protocol.features import DRAFT_MODEL, FeatureKey, Interface, Stats
+from engine.protocol.text import DEFAULT_SAMPLING
+from engine.sampling_support.rows import ALL, encode_mask
+from engine.stop_text import response_text
+from engine.types.chat import ChatRequest, ChatResponse, ToolCall, truncated
+from engine.types.feature_stats import (
     CudaGraphStats,
     DrafterStatus,
     KeptKvStats,
@@ -33,33 +38,21 @@ from engine.feature_stats import (
     SharedPrefixStats,
     SpeculationStats,
 )
-from engine.kv_types import ExportStatus
-from engine.protocol.features import DRAFT_MODEL, FeatureKey, Interface, Stats
-from engine.protocol.text import DEFAULT_SAMPLING
-from engine.sampling_support.rows import ALL, encode_mask
-from engine.stop_text import response_text
-from engine.types import (
+from engine.types.info import EngineHealth, EngineInfo, EngineStage, KeptKvReason, StartPhase
+from engine.types.kv import ExportStatus
+from engine.types.samples import (
     AdapterInfo,
-    ChatRequest,
-    ChatResponse,
     Completion,
     EngineFinishReason,
-    EngineHealth,
-    EngineInfo,
-    EngineStage,
-    KeptKvReason,
     KvVersionSpan,
     PauseMode,
     SampleRequest,
     Sampling,
     SleepLevel,
     SleepTag,
-    StartPhase,
     TokenDelta,
-    ToolCall,
     TopLogprobRows,
     VersionSpan,
-    truncated,
 )
 from engine.weights.ipc_tensors import IpcTensor
 from engine.weights.magnitudes import UNKNOWN, Magnitudes

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from engine.kv_types import ExportSlot, ExportStatus, KvFormat
+from engine.types.kv import ExportSlot, ExportStatus, KvFormat
 
 FORMAT = KvFormat(
     num_layers=2,

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch.multiprocessing import reductions
 
-from engine.kv_types import ExportStatus, GpuIpc, GpuMemory
-from engine.types import EngineInfo, SampleRequest
+from engine.types.info import EngineInfo
+from engine.types.kv import ExportStatus, GpuIpc, GpuMemory
+from engine.types.samples import SampleRequest
 from tests.fake_engine import FakeEngine
 from tests.fake_export import FORMAT, fake_kv
 

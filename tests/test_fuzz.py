@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 
 from coppice.errors import BadAnswer
 from coppice.operations.record_stream import NdjsonReader
-from coppice.wire.result_formats import EndRecord, StartRecord, pack, unpack
+from coppice.wire.packed.results import EndRecord, StartRecord, pack, unpack
 from coppice.wire.rollouts import RolloutAnswer
 from engine.errors import CheckpointRefused
 from engine.weights.checkpoint import read_checkpoint

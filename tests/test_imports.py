@@ -34,8 +34,8 @@ def modules_of(package: str) -> list[str]:
 
 def test_service_imports_neither_torch_nor_vllm() -> None:
     service = modules_of("service")
-    protocol = ["engine.settings", "engine.protocol", "engine.types", "engine.errors"]
-    statement = f"import {', '.join([*service, *protocol, 'engine.feature_stats'])}"
+    protocol = ["engine.settings", "engine.protocol", "engine.types.samples", "engine.errors"]
+    statement = f"import {', '.join([*service, *protocol, 'engine.types.feature_stats'])}"
     modules = imported(statement, ROOT, ROOT / "client")
     assert modules.issuperset(service)
     assert modules.isdisjoint({"torch", "vllm", "transformers"})

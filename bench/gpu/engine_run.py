@@ -9,7 +9,7 @@ from typing import Final
 
 from bench.gpu.workloads import Workload
 from engine.settings import EngineSettings
-from engine.types import Completion, SampleRequest, Sampling, TokenDelta
+from engine.types.samples import Completion, SampleRequest, Sampling, TokenDelta
 from engine.vllm_engine import VllmEngine
 
 PAIR_DELAY_SECONDS: Final = 1.0

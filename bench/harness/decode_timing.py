@@ -22,8 +22,8 @@ import torch
 
 from bench.harness.paired_runs import Pairs, Ratio
 from bench.harness.record import Row
+from engine.feature_settings import AttentionSettings
 from engine.runtime.installed_settings import CACHE_ENV
-from engine.settings import AttentionSettings
 
 BLOCK, VOCAB, LONGEST = 32, 512, 16384
 DRAFTED = 4

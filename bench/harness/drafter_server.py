@@ -12,7 +12,8 @@ from pathlib import Path
 
 from bench.harness.in_process_service import running_service
 from coppice import AsyncRollouts
-from engine.settings import EngineSettings, SpeculationSettings
+from engine.feature_settings import SpeculationSettings
+from engine.settings import EngineSettings
 from examples.seedling.arithmetic import draw
 
 BUILD = Path("build") / "drafter"

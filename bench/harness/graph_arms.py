@@ -17,7 +17,7 @@ from engine.cudagraphs.allowed_shapes import CaptureLimits
 from engine.cudagraphs.counters import COUNTERS
 from engine.cudagraphs.installed_plan import GRAPHS_ENV
 from engine.cudagraphs.planner import Plan
-from engine.settings import SpeculationSettings
+from engine.feature_settings import SpeculationSettings
 
 STEPS, SETTLING = 20, 4
 CONTEXT_TOKENS = 512

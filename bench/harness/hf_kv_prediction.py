@@ -13,7 +13,7 @@ import torch
 from transformers import DynamicCache
 
 from coppice.wire.rollouts import PromptSpan
-from engine.kv_types import ExportSlot
+from engine.types.kv import ExportSlot
 from kernels.rope_shift import parse_rotary, shift_keys
 from service.kv_reuse.observed_prompt_selection import (
     AnchorSelection,

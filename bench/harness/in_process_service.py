@@ -9,7 +9,8 @@ from pathlib import Path
 import uvicorn
 from prometheus_client import REGISTRY
 
-from engine.settings import AttentionSettings, EngineSettings, SpeculationSettings
+from engine.feature_settings import AttentionSettings, SpeculationSettings
+from engine.settings import EngineSettings
 from engine.vllm_engine import VllmEngine
 from service.app import create_app
 from service.config.prompt_kv import KvSettings

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.types import KvVersionSpan
+from engine.types.samples import KvVersionSpan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.teacher_forced import Fixed, OraclePolicy, TeacherForced
+from engine.feature_settings import AttentionSettings, SpeculationSettings
 from engine.runtime.installed_settings import CACHE_ENV
-from engine.settings import AttentionSettings, SpeculationSettings
 from engine.speculation.counters import Counters
 from engine.speculation.drafting import STORE_BYTES
 from engine.speculation.speculator import Speculator

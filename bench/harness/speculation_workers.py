@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.speculation_arm import GNU, Workload
+from engine.feature_settings import AttentionSettings
 from engine.launch.environment import engine_environment
-from engine.settings import AttentionSettings, EngineSettings
+from engine.settings import EngineSettings
 
 Run = dict[str, Any]
 Texts = list[list[int]]

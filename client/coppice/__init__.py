@@ -62,12 +62,13 @@ from coppice.tree_plot import plot_tree
 from coppice.weights.gpu_weights import GpuWeights
 from coppice.wire.branching import Branching, BranchRequest, Entropy
 from coppice.wire.chat import Message, ParsedMessage, ParsedToolCall, Tool, ToolFunction
+from coppice.wire.columns.kv_versions import ChainKeepKv, KeepKv, KvVersionSpan
+from coppice.wire.columns.support import Support
+from coppice.wire.columns.versions import VersionSpan
 from coppice.wire.control import PauseAnswer, SleepAnswer, StatusAnswer
 from coppice.wire.kv import Kv, KvHandle, KvLayout, KvLocator
 from coppice.wire.kv_reuse import KvReuse, KvReuseAnswer
-from coppice.wire.kv_versions import ChainKeepKv, KeepKv, KvVersionSpan
-from coppice.wire.problem_catalogue import Problem
-from coppice.wire.result_formats import (
+from coppice.wire.packed.results import (
     EndRecord,
     GroupRecord,
     KvRecord,
@@ -78,6 +79,7 @@ from coppice.wire.result_formats import (
     StartRecord,
     TokensRecord,
 )
+from coppice.wire.problem_catalogue import Problem
 from coppice.wire.rollouts import (
     Finish,
     GroupRequest,
@@ -89,8 +91,6 @@ from coppice.wire.rollouts import (
 from coppice.wire.sampling import StructuredOutputs
 from coppice.wire.score import ScoreItem
 from coppice.wire.sessions import SessionsFinish
-from coppice.wire.support import Support
-from coppice.wire.versions import VersionSpan
 from coppice.wire.weights import (
     ActivationAnswer,
     AdapterAnswer,

@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coppice.wire.chat import ParsedMessage
-from coppice.wire.columns import TokenArrays, TokenColumns, columns_of
+from coppice.wire.columns.logprobs import PromptLogprobs
+from coppice.wire.columns.token_columns import TokenArrays, TokenColumns, columns_of
 from coppice.wire.kv import KvHandle, KvReason
 from coppice.wire.kv_reuse import KvReuseAnswer
-from coppice.wire.logprobs import PromptLogprobs
-from coppice.wire.result_formats import Packed, Part, parts_of
+from coppice.wire.packed.results import Packed, Part, parts_of
 from coppice.wire.rollouts import (
     FinishReason,
     GroupHead,

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from coppice.results import Group, Segment, Tree
 from coppice.sessions import SessionResult, hidden_ends
-from coppice.wire.columns import TokenColumns
-from coppice.wire.kv_versions import KvVersionSpan
-from coppice.wire.support import ALL, Support
-from coppice.wire.versions import VersionSpan
+from coppice.wire.columns.kv_versions import KvVersionSpan
+from coppice.wire.columns.support import ALL, Support
+from coppice.wire.columns.token_columns import TokenColumns
+from coppice.wire.columns.versions import VersionSpan
 
 
 # NumPy's == is elementwise, so rows compare by identity.

@@ -8,7 +8,7 @@ from engine.adapters.loaded_adapters import LoadedAdapters
 from engine.adapters.worker_methods import METHODS
 from engine.errors import LoadFailed
 from engine.feature_base import EngineFeature, StartSettings, WorkerPart, feature_status
-from engine.feature_stats import FeatureStatus
+from engine.types.feature_stats import FeatureStatus
 
 
 class Adapters(EngineFeature):

@@ -27,7 +27,7 @@ from engine.attention.counters import COUNTERS
 from engine.attention.crossover import Crossover
 from engine.attention.grouping import StepGrouper, StepGrouping
 from engine.attention.register import FEATURE, settings
-from engine.feature_stats import AttentionFallbackReason
+from engine.types.feature_stats import AttentionFallbackReason
 
 logger = logging.getLogger(__name__)
 

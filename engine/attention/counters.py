@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TypedDict, get_args
 
-from engine.feature_stats import AttentionFallbackReason, SharedPrefixStats
+from engine.types.feature_stats import AttentionFallbackReason, SharedPrefixStats
 
 
 class Snapshot(TypedDict):

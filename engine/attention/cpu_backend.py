@@ -25,8 +25,8 @@ from engine.attention.base_backend import (
 from engine.attention.counters import COUNTERS
 from engine.attention.crossover import Crossover
 from engine.attention.register import FEATURE, settings
-from engine.feature_stats import AttentionFallbackReason
 from engine.runtime.installed_settings import cache_directory
+from engine.types.feature_stats import AttentionFallbackReason
 from kernels.shared_prefix_attention import cpu
 
 

@@ -31,7 +31,7 @@ from engine.attention.base_backend import (
 )
 from engine.attention.grouping import StepGrouping
 from engine.attention.register import FEATURE
-from engine.feature_stats import AttentionFallbackReason
+from engine.types.feature_stats import AttentionFallbackReason
 from kernels.shared_prefix_attention import cuda
 from kernels.shared_prefix_attention.sharing_plan import Int32s, SharingPlan
 

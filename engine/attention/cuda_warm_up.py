@@ -23,8 +23,8 @@ from engine.attention.crossover import Crossover
 from engine.attention.cuda_calibration import LayerGeometry
 from engine.attention.register import FEATURE, settings
 from engine.attention.target_builders import target_builders
-from engine.feature_stats import AttentionFallbackReason
 from engine.runtime.feature_guard import Failure, attempt
+from engine.types.feature_stats import AttentionFallbackReason
 
 logger = logging.getLogger(__name__)
 Layers = frozenset[tuple[int, LayerGeometry | AttentionFallbackReason]]

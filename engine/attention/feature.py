@@ -7,8 +7,8 @@ from engine.attention import register
 from engine.attention.counters import COUNTERS, aggregate_ranks
 from engine.attention.worker_methods import coppice_attention_state
 from engine.feature_base import EngineFeature, Ping, WorkerPart, feature_status
-from engine.feature_stats import AttentionState, FeatureStatus, SharedPrefixStats, total
 from engine.runtime.installed_settings import attention_settings
+from engine.types.feature_stats import AttentionState, FeatureStatus, SharedPrefixStats, total
 
 UNSUPPORTED: Final[dict[AttentionState, tuple[str, str]]] = {
     "off": ("attention.shared_prefix is off", "attention.shared_prefix: auto"),

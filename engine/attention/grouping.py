@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from engine.attention.counters import Counters
 from engine.attention.crossover import Crossover, StepWork
-from engine.feature_stats import AttentionFallbackReason
-from engine.settings import SharedPrefixMode
+from engine.feature_settings import SharedPrefixMode
+from engine.types.feature_stats import AttentionFallbackReason
 from kernels.shared_prefix_attention.sharing_plan import Int32s, SharingPlan
 
 Int64s = NDArray[np.int64]

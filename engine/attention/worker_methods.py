@@ -3,8 +3,8 @@
 from typing import Any
 
 from engine.attention import register
-from engine.feature_stats import AttentionState
 from engine.runtime.feature_guard import Failure, attempt
+from engine.types.feature_stats import AttentionState
 
 
 def coppice_attention_state(self: Any) -> AttentionState:

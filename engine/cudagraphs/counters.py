@@ -10,7 +10,7 @@ from typing import TypedDict
 
 from engine.cudagraphs.planner import Plan
 from engine.cudagraphs.shapes import UNEVEN
-from engine.feature_stats import CudaGraphStats, total
+from engine.types.feature_stats import CudaGraphStats, total
 
 
 class Snapshot(TypedDict):

@@ -14,8 +14,8 @@ from engine.cudagraphs.counters import (
 from engine.cudagraphs.from_settings import captures_graphs
 from engine.errors import StartFailed
 from engine.feature_base import EngineFeature, Ping, WorkerPart, feature_status
-from engine.feature_stats import CudaGraphStats, FeatureStatus
-from engine.types import EngineInfo
+from engine.types.feature_stats import CudaGraphStats, FeatureStatus
+from engine.types.info import EngineInfo
 
 HOW: Final = "graphs.budget_bytes"
 

@@ -9,7 +9,8 @@ from engine.cudagraphs.planner import BudgetTooSmall, Plan, plan
 from engine.cudagraphs.shapes import Trace, read_trace
 from engine.draft_lengths import DraftLengthTiers, default_tiers
 from engine.errors import StartFailed
-from engine.settings import EngineSettings, GraphsSettings, SpeculationSettings
+from engine.feature_settings import GraphsSettings, SpeculationSettings
+from engine.settings import EngineSettings
 
 log = logging.getLogger(__name__)
 H100_SEQUENCES = 1024

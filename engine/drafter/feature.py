@@ -14,7 +14,8 @@ from engine.feature_base import (
     StartSettings,
     refuse_several_machines,
 )
-from engine.types import EngineInfo, FinishedListener
+from engine.types.info import EngineInfo
+from engine.types.samples import FinishedListener
 from engine.weights.checkpoint import NO_TENSORS, read_base_checkpoint
 
 

@@ -31,7 +31,8 @@ from engine.launch.chat_template_options import load_template, template_options,
 from engine.protocol.text import DEFAULT_SAMPLING, ResponseStream
 from engine.settings import EngineSettings
 from engine.stop_text import response_text
-from engine.types import ChatRequest, ChatResponse, Sampling, truncated
+from engine.types.chat import ChatRequest, ChatResponse, truncated
+from engine.types.samples import Sampling
 
 log = logging.getLogger(__name__)
 MAX_ARGUMENTS_CHARACTERS = 2**20

@@ -22,7 +22,7 @@ from typing import Any, Final
 from engine.errors import ChecksUnavailable, SamplingRefused
 from engine.io.check_limiter import CheckLimiter
 from engine.io.grammar_worker import TOO_SLOW, Answer
-from engine.types import Sampling, StructuredOutputs
+from engine.types.samples import Sampling, StructuredOutputs
 
 LIMIT_SECONDS: Final = 10.0
 START_SECONDS: Final = 120.0

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
-from engine.types import TopLogprobRows
+from engine.types.samples import TopLogprobRows
 
 
 class LogprobChunks:

@@ -24,7 +24,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from engine.errors import EngineDead, RequestRefused
 from engine.io.logprob_arrays import LogprobChunks
 from engine.runner.prompt_token_ids import to_extra_args
-from engine.types import TopLogprobRows
+from engine.types.samples import TopLogprobRows
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,14 +10,14 @@ from vllm.v1.structured_output.utils import choice_as_grammar
 from engine.errors import RequestRefused
 from engine.io.sampling_checks import XGRAMMAR, bad_word_ids
 from engine.io.stop_strings import PRIOR_TEXT_ARG
-from engine.kv_types import KvTransferParams
 from engine.kv_versions.request_option import KEEP_KV_ARG, KeepOption
 from engine.runner.routed_experts import ROUTED_EXPERTS_ARG
 from engine.sampling_support.further_logprobs import FurtherLogprobs
 from engine.sampling_support.sampling_hooks import DRAWN_TOKENS_ARG, PRIOR_TOKENS_ARG
 from engine.sampling_support.step import SUPPORT_ARG
 from engine.speculation.request_table import GROUP_ARG, NO_DRAFTS_ARG
-from engine.types import SampleRequest, StructuredOutputs
+from engine.types.kv import KvTransferParams
+from engine.types.samples import SampleRequest, StructuredOutputs
 
 Value = TypeVar("Value")
 _choice_grammar = lru_cache(maxsize=16)(choice_as_grammar)

@@ -8,7 +8,7 @@ from vllm.parser.parser_manager import ParserManager
 
 from engine.errors import StartFailed
 from engine.settings import EngineSettings
-from engine.types import ToolCall, ToolCallPart
+from engine.types.chat import ToolCall, ToolCallPart
 
 STREAMING_TOOL_PARSERS = frozenset(
     {"hermes", "qwen3_json", "qwen3_coder", "qwen3_xml", "glm45", "glm47"}

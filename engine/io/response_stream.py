@@ -11,7 +11,8 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from engine.io.response_parsers import tool_call_part
 from engine.protocol.text import DEFAULT_SAMPLING
-from engine.types import ChatResponse, Sampling, ToolCallPart
+from engine.types.chat import ChatResponse, ToolCallPart
+from engine.types.samples import Sampling
 
 log = logging.getLogger(__name__)
 NOTHING = ChatResponse(content=None, parsed=False)

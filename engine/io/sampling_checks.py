@@ -16,7 +16,7 @@ from engine.errors import SamplingRefused
 from engine.io.grammar_check import GrammarChecker
 from engine.launch.processes import VllmProcesses
 from engine.sampling_support.grammar_budget import OVERRUN
-from engine.types import Completion, SampleRequest, Sampling
+from engine.types.samples import Completion, SampleRequest, Sampling
 
 XGRAMMAR: Final = "xgrammar"
 

@@ -37,13 +37,7 @@ from engine.kv_versions import spans as kv_versions
 from engine.launch.processes import VllmProcesses
 from engine.launch.ranks.placement import Placement, running_tokens
 from engine.sampling_support.step import rows_of
-from engine.types import (
-    Completion,
-    SampleRequest,
-    TokenDelta,
-    TopLogprobRows,
-    VersionSpan,
-)
+from engine.types.samples import Completion, SampleRequest, TokenDelta, TopLogprobRows, VersionSpan
 
 
 class PendingSample:

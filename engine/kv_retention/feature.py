@@ -4,10 +4,10 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from engine.feature_base import CorePart, EngineFeature, Ping, feature_status
-from engine.feature_stats import FeatureStatus, KvRetentionStats, total
 from engine.kv_retention.core.engine_core_methods import METHODS, counted, release_all
 from engine.settings import SESSION_KV_SECONDS
-from engine.types import EngineInfo
+from engine.types.feature_stats import FeatureStatus, KvRetentionStats, total
+from engine.types.info import EngineInfo
 
 HOW: Final = "engine.session_kv_fraction"
 

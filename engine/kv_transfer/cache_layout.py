@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from engine.kv_types import ExportSlot, first_stored_token
+from engine.types.kv import ExportSlot, first_stored_token
 
 DRAFT_MODEL: Final = "draft_model"
 REGION_ALIGNMENT: Final = 64

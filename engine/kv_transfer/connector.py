@@ -25,8 +25,8 @@ from engine.kv_transfer.jobs import EndedExports, PromptExport, StepJobs
 from engine.kv_transfer.worker.export_writer import EXPORT_FEATURE
 from engine.kv_transfer.worker.loader import LOAD_FEATURE, Loader
 from engine.kv_transfer.worker.prompt_writer import PromptWriter
-from engine.kv_types import KvTransferParams
 from engine.runtime.feature_guard import Failure, attempt
+from engine.types.kv import KvTransferParams
 
 _NOT_DELAYED: Final = (False, None)
 _NO_EXPORTS: Final[tuple[PromptExport, ...]] = ()

@@ -14,11 +14,11 @@ from engine.feature_base import (
     feature_status,
     refuse_several_machines,
 )
-from engine.feature_stats import FeatureStatus
 from engine.kv_transfer.worker.methods import METHODS
-from engine.kv_types import GpuMemory, KvFormat, LayerFormat
 from engine.settings import EngineSettings
-from engine.types import KvReason
+from engine.types.feature_stats import FeatureStatus
+from engine.types.info import KvReason
+from engine.types.kv import GpuMemory, KvFormat, LayerFormat
 
 log = logging.getLogger(__name__)
 

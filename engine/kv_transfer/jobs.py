@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from engine.kv_types import ExportSlot, ExportStatus, LoadPiece
+from engine.types.kv import ExportSlot, ExportStatus, LoadPiece
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.feature_base import CorePart, EngineFeature, Ping
-from engine.feature_stats import KeptKvStats, total
 from engine.kv_versions.core import hooks
-from engine.types import KeptKvReason
+from engine.types.feature_stats import KeptKvStats, total
+from engine.types.info import KeptKvReason
 
 
 class KeptKv(EngineFeature):

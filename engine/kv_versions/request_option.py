@@ -15,7 +15,7 @@ The KV of later positions is computed under the version that the engine serves.
 
 
 class KeepOption(TypedDict):
-    """Value of the option, with the limit of `engine.types.KeptKv`."""
+    """Value of the option, with the limit of `engine.types.samples.KeptKv`."""
 
     max_lag: int | None
 

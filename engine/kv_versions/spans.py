@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine.kv_versions.request_option import KV_VERSIONS, OlderKv
-from engine.types import KvVersionSpan, VersionSpan
+from engine.types.samples import KvVersionSpan, VersionSpan
 
 Reports = Sequence[tuple[int, OlderKv]]
 """Reports of a request, each with the index of the first token generated after it."""

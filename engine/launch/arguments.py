@@ -13,9 +13,10 @@ from vllm.usage.usage_lib import UsageContext
 
 from engine.cudagraphs.planner import Plan
 from engine.errors import StartFailed
+from engine.feature_settings import SpeculationSettings
 from engine.launch.environment import NO_SPECULATION
 from engine.launch.vllm_args import check_vllm_args
-from engine.settings import GIB, DType, EngineSettings, SpeculationSettings
+from engine.settings import GIB, DType, EngineSettings
 from engine.speculation.startup import set_speculative_config
 from engine.weights.validation import TARGET_MODULES
 
@@ -125,12 +126,38 @@ def engine_arguments(
     settings = with_defaults(
         settings, on_cpu=on_cpu, needs_limits=graphs is not None or speculation.mode != "off"
     )
+    _check_routed_experts(settings)
+    own = _own_arguments(
+        settings, model, on_cpu=on_cpu, capabilities=capabilities, worker_extension=worker_extension
+    )
+    arguments = AsyncEngineArgs(**{**own, **check_vllm_args(settings)})
+    # For constraints that begin after the reasoning.
+    arguments.structured_outputs_config.reasoning_parser = settings.reasoning_parser or ""
+    if graphs is not None:
+        _set_capture_sizes(arguments, graphs)
+    if speculation.mode != "off":
+        set_speculative_config(arguments, speculation, graphs, on_cpu=on_cpu)
+    return arguments
+
+
+def _check_routed_experts(settings: EngineSettings) -> None:
     if settings.return_routed_experts and settings.kv_offload_bytes is not None:
         raise StartFailed(
             "engine.return_routed_experts and engine.kv_offload_bytes exclude each other: KV that "
             "is loaded from host memory has no experts; unset one of them"
         )
-    own: dict[str, Any] = dict(
+
+
+def _own_arguments(
+    settings: EngineSettings,
+    model: Path,
+    *,
+    on_cpu: bool,
+    capabilities: Mapping[str, object],
+    worker_extension: str,
+) -> dict[str, Any]:
+    """Arguments before those of `engine.vllm_args`, which take precedence."""
+    return dict(
         model=str(model),
         served_model_name=settings.served_name,
         dtype=cpu_dtype(settings.dtype, capabilities) if on_cpu else settings.dtype,
@@ -164,14 +191,6 @@ def engine_arguments(
         **_kv_transfer_arguments(settings, on_cpu=on_cpu),
         **adapters(settings.max_adapters, settings.max_adapter_rank),
     )
-    arguments = AsyncEngineArgs(**{**own, **check_vllm_args(settings)})
-    # For constraints that begin after the reasoning.
-    arguments.structured_outputs_config.reasoning_parser = settings.reasoning_parser or ""
-    if graphs is not None:
-        _set_capture_sizes(arguments, graphs)
-    if speculation.mode != "off":
-        set_speculative_config(arguments, speculation, graphs, on_cpu=on_cpu)
-    return arguments
 
 
 def _seed(settings: EngineSettings) -> int:

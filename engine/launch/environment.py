@@ -16,6 +16,7 @@ from pathlib import Path
 
 from engine.cudagraphs.installed_plan import GRAPHS_ENV
 from engine.cudagraphs.planner import Plan
+from engine.feature_settings import AttentionSettings, SpeculationSettings
 from engine.launch.ranks.machines import network_variables
 from engine.runtime import start_phases
 from engine.runtime.installed_settings import (
@@ -25,7 +26,7 @@ from engine.runtime.installed_settings import (
     ENGINE_ENV,
     SPECULATION_ENV,
 )
-from engine.settings import AttentionSettings, EngineSettings, SpeculationSettings
+from engine.settings import EngineSettings
 
 _OF_ONE_NODE = frozenset(
     ("model", "tokenizer", "seed", "node_rank", "prompt_kv", "cache_directory", "cpu_threads")

@@ -10,7 +10,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from engine.features import Features
 from engine.settings import EngineSettings
-from engine.types import EngineInfo
+from engine.types.info import EngineInfo
 
 
 def collect_info(

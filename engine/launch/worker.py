@@ -13,7 +13,7 @@ import torch
 from engine import features
 from engine.launch.worker_weights import WeightMethods
 from engine.runtime.feature_guard import Failure, attempt
-from engine.types import SleepLevel, SleepTag
+from engine.types.samples import SleepLevel, SleepTag
 from engine.weights import worker_sleep
 
 

@@ -11,7 +11,7 @@ import torch
 from engine import features
 from engine.launch.ranks.worker_machines import MachineMethods
 from engine.runtime.feature_guard import Failure, attempt
-from engine.types import SleepTag
+from engine.types.samples import SleepTag
 from engine.weights import worker_reload, worker_transfer
 from engine.weights.checkpoint import LM_HEAD, Checkpoint, check_same_tensors, read_checkpoint
 from engine.weights.ipc_tensors import IpcTensor

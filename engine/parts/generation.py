@@ -11,7 +11,7 @@ from engine.io.vllm_requests import Generation
 from engine.kv_retention.feature import SessionKvRetention
 from engine.kv_transfer.feature import PromptKvExport
 from engine.parts.state import VllmState
-from engine.types import (
+from engine.types.samples import (
     Completion,
     FinishedListener,
     SampleRequest,

@@ -8,7 +8,7 @@ from engine.features import Features
 from engine.launch.processes import VllmProcesses
 from engine.runtime.heartbeat import Heartbeat
 from engine.settings import EngineSettings
-from engine.types import EngineHealth, EngineInfo
+from engine.types.info import EngineHealth, EngineInfo
 
 
 class VllmState:

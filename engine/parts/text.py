@@ -6,7 +6,8 @@ from engine.io import logprobs
 from engine.io.chat_conversion import ChatProcessor
 from engine.parts.state import VllmState
 from engine.protocol.text import DEFAULT_SAMPLING, ResponseStream
-from engine.types import ChatRequest, ChatResponse, Sampling
+from engine.types.chat import ChatRequest, ChatResponse
+from engine.types.samples import Sampling
 
 
 class VllmText(VllmState):

@@ -9,7 +9,7 @@ from engine.adapters.feature import Adapters
 from engine.launch.model_files import resolve_served_model
 from engine.parts.state import VllmState
 from engine.runtime.await_engine import await_engine
-from engine.types import AdapterInfo, PauseMode, SleepLevel, SleepTag
+from engine.types.samples import AdapterInfo, PauseMode, SleepLevel, SleepTag
 from engine.weights.checkpoint import NO_TENSORS, read_base_checkpoint
 from engine.weights.ipc_tensors import IpcTensor
 from engine.weights.magnitudes import UNKNOWN, Magnitudes

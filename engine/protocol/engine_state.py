@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from engine.types import EngineHealth, EngineInfo
+from engine.types.info import EngineHealth, EngineInfo
 
 
 class EngineState(Protocol):

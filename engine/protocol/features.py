@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Generic, Protocol, TypeVar
 
-from engine.feature_stats import DrafterStatus
+from engine.types.feature_stats import DrafterStatus
 
 Stats = TypeVar("Stats")
 Interface = TypeVar("Interface")

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.protocol.engine_state import EngineState
-from engine.types import Completion, SampleRequest, Sampling, TopLogprobRows, VersionSpan
+from engine.types.samples import Completion, SampleRequest, Sampling, TopLogprobRows, VersionSpan
 
 
 class Generation(EngineState, Protocol):

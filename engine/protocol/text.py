@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from engine.protocol.engine_state import EngineState
-from engine.types import ChatRequest, ChatResponse, Sampling
+from engine.types.chat import ChatRequest, ChatResponse
+from engine.types.samples import Sampling
 
 DEFAULT_SAMPLING = Sampling(max_tokens=1)
 

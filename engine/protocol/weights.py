@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Protocol
 
 from engine.protocol.engine_state import EngineState
-from engine.types import AdapterInfo, PauseMode, SleepLevel, SleepTag
+from engine.types.samples import AdapterInfo, PauseMode, SleepLevel, SleepTag
 from engine.weights.ipc_tensors import IpcTensors
 from engine.weights.magnitudes import UNKNOWN, Magnitudes
 

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from engine.types import EngineHealth, EngineStage
+from engine.types.info import EngineHealth, EngineStage
 
 INTERVAL_SECONDS = 1.0
 MAX_GAP_SECONDS = 2 * INTERVAL_SECONDS

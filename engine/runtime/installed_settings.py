@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from engine.settings import AttentionSettings, SpeculationSettings
+from engine.feature_settings import AttentionSettings, SpeculationSettings
 
 ENGINE_ENV = "COPPICE_ENGINE"
 ATTENTION_ENV = "COPPICE_ENGINE_ATTENTION"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from engine.runtime.feature_guard import feature
-from engine.types import StartPhase
+from engine.types.info import StartPhase
 
 log = logging.getLogger(__name__)
 FILE_ENV: Final = "COPPICE_ENGINE_START_PHASES"

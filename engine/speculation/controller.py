@@ -30,10 +30,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.feature_stats import SpeculationDecision
 from engine.speculation.calibration import DraftCalibration
 from engine.speculation.cost import MIN_SECONDS, Step, StepCostModel
 from engine.speculation.loss_guard import LossGuards
+from engine.types.feature_stats import SpeculationDecision
 
 Floats = NDArray[np.float64]
 Int32Array = NDArray[np.int32]

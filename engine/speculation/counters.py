@@ -6,7 +6,7 @@ from typing import TypedDict, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.feature_stats import (
+from engine.types.feature_stats import (
     DraftScope,
     SpeculationDecision,
     SpeculationSkipReason,

@@ -13,7 +13,6 @@ from engine.feature_base import (
     WorkerPart,
     feature_status,
 )
-from engine.feature_stats import FeatureStatus, SpeculationStats
 from engine.runtime.installed_settings import speculation_settings
 from engine.speculation import process_settings, startup
 from engine.speculation.baseline import GainPrediction
@@ -21,7 +20,8 @@ from engine.speculation.core import baseline_methods, engine_core_methods
 from engine.speculation.cost import MIN_SPEEDUP
 from engine.speculation.counters import COUNTERS, to_speculation_stats
 from engine.speculation.worker import methods as worker_methods
-from engine.types import EngineInfo
+from engine.types.feature_stats import FeatureStatus, SpeculationStats
+from engine.types.info import EngineInfo
 
 DRAFTS: Final = {
     "auto": "drafts come from sibling samples where a profile shows a gain",

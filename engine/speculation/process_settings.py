@@ -1,6 +1,6 @@
 """Speculation settings of this process, set at startup in each process that runs the model."""
 
-from engine.settings import SpeculationMode, SpeculationSettings
+from engine.feature_settings import SpeculationMode, SpeculationSettings
 
 SIBLING_MODES: tuple[SpeculationMode, ...] = ("siblings", "auto")
 """Modes whose drafts come from the draft store. `auto` was replaced by `off` where it is off."""

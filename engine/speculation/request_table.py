@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.feature_stats import SpeculationSkipReason
+from engine.types.feature_stats import SpeculationSkipReason
 from kernels.draft_index.store_protocol import DraftBatch, Int32Array, InvalidCall, Store
 
 GROUP_ARG = "coppice_group"

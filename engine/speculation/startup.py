@@ -14,12 +14,13 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from engine.cudagraphs.planner import Plan
 from engine.errors import StartFailed
+from engine.feature_settings import SpeculationSettings
 from engine.runtime.await_engine import await_engine
-from engine.settings import EngineSettings, SpeculationSettings
+from engine.settings import EngineSettings
 from engine.speculation.baseline import GainPrediction
 from engine.speculation.cost import ProfileBatch, draft_lengths, num_tokens, profile_batches
 from engine.speculation.process_settings import SIBLING_MODES
-from engine.types import EngineInfo
+from engine.types.info import EngineInfo
 from kernels.draft_index.store import is_built
 
 log = logging.getLogger(__name__)

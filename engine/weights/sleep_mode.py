@@ -6,7 +6,7 @@ from collections.abc import Set as AbstractSet
 from engine.errors import EngineDead, LoadFailed, MemoryUnavailable
 from engine.runtime.engine_calls import EngineCalls, SleepListener
 from engine.runtime.heartbeat import Heartbeat
-from engine.types import WEIGHTS, SleepLevel, SleepTag
+from engine.types.samples import WEIGHTS, SleepLevel, SleepTag
 from engine.weights.updates import ServedWeights
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from coppice.safetensors_io import FLOAT_BYTES
 from engine.errors import CheckpointRefused
-from engine.types import AdapterInfo
+from engine.types.samples import AdapterInfo
 from engine.weights.checkpoint import (
     LM_HEAD,
     Checkpoint,

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import torch
 
-from engine.types import KV_CACHE, WEIGHTS, SleepTag
+from engine.types.samples import KV_CACHE, WEIGHTS, SleepTag
 
 MADV_DONTNEED: Final = 4
 

@@ -408,7 +408,7 @@ def lines() -> Iterator[str]:
 def field_lines() -> Iterator[str]:
     yield "| name | value | declared in |"
     yield "|---|---|---|"
-    for path in sorted(WIRE.glob("*.py")):
+    for path in sorted(WIRE.rglob("*.py")):
         for name, value in constants(path).items():
             if name.startswith("MAX_"):
                 yield f"| `{name}` | {value:,} | `{path.relative_to(ROOT)}` |"

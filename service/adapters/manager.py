@@ -14,7 +14,7 @@ from pathlib import Path
 from coppice.wire.weights import AdapterAnswer, AdaptersAnswer
 from engine.errors import CheckpointRefused, LoadFailed
 from engine.protocol.weights import Weights
-from engine.types import AdapterInfo
+from engine.types.samples import AdapterInfo
 from service.adapters.adapter_files import AdapterFiles, ReceivedAdapter
 from service.errors import (
     ActivationFailed,

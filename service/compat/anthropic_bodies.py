@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from engine.types import ChatRequest
+from engine.types.chat import ChatRequest
 from service.compat.anthropic_conversion import AnthropicMessage, Content, chat_messages
 from service.compat.bodies import CompatModel, Flag, MaxTokens, Name, SamplingBody
 from service.compat.compat_request import CommonRequestFields

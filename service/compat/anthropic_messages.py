@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Response
 
 from coppice.wire.rollouts import RolloutAnswer
-from engine.types import ChatRequest, ChatResponse
+from engine.types.chat import ChatRequest, ChatResponse
 from service.auth.access import requires_role
 from service.compat.anthropic_bodies import ConversationFields, CountTokensBody, MessagesBody
 from service.compat.anthropic_errors import AnthropicRoute, as_anthropic

@@ -9,10 +9,10 @@ from typing import Any
 
 from pydantic_core import from_json, to_json
 
+from coppice.wire.packed.results import EndRecord
 from coppice.wire.problem_catalogue import Problem
-from coppice.wire.result_formats import EndRecord
 from coppice.wire.rollouts import RolloutAnswer, SampleAnswer
-from engine.types import ChatResponse, ToolCall, ToolCallPart
+from engine.types.chat import ChatResponse, ToolCall, ToolCallPart
 from service.compat.anthropic_errors import anthropic_error
 from service.compat.chat_samples import ChatSamples, MessageParts
 from service.compat.compat_request import support_field, usage, weight_version_spans

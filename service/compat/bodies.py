@@ -12,7 +12,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from coppice.wire.base import MAX_TOKENS, TokenIds
 from coppice.wire.rollouts import MAX_GROUPS
-from engine.types import EngineInfo, TruncationSide
+from engine.types.chat import TruncationSide
+from engine.types.info import EngineInfo
 from service.compat.field_table import INTERNAL_FIELDS, REFUSED, Refused, check_field
 from service.errors import InvalidRequest
 from service.observability.metrics import Metrics

@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any
 
 from coppice.wire.rollouts import RolloutAnswer, SampleAnswer
-from engine.types import ChatRequest, ChatResponse, Sampling
+from engine.types.chat import ChatRequest, ChatResponse
+from engine.types.samples import Sampling
 from service.compat.compat_request import CompatRequest, usage
 from service.compat.forced_tools import ToolChoice, forced_response, is_forced
 from service.compat.sample_stream import SamplePart

@@ -24,7 +24,8 @@ from coppice.wire.rollouts import (
     WeightsConstraint,
 )
 from coppice.wire.sessions import AgentApi
-from engine.types import ChatRequest, ChatResponse, Sampling
+from engine.types.chat import ChatRequest, ChatResponse
+from engine.types.samples import Sampling
 from service.auth.access import Caller, declared_access
 from service.auth.keys import ApiKey
 from service.compat.bodies import (

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.types import TopLogprobs
+from engine.types.samples import TopLogprobs
 from service.compat import logprobs
 from service.errors import InvalidRequest
 from service.server import Server

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter
 
 from coppice.wire.base import RequestModel
-from engine.types import ChatResponse, ToolCall
+from engine.types.chat import ChatResponse, ToolCall
 from service.compat.bodies import CompatModel, Name
 from service.errors import InvalidRequest
 

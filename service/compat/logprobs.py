@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from engine.types import TopLogprobRows, TopLogprobs
+from engine.types.samples import TopLogprobRows, TopLogprobs
 from service.compat.compat_request import CompatRequest
 from service.errors import InvalidRequest
 from service.rollouts.request import NewRollout

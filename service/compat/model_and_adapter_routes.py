@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
 
-from engine.types import EngineInfo
+from engine.types.info import EngineInfo
 from service import __version__
 from service.adapters.manager import LoadedAdapter
 from service.auth.access import allow_any_key, requires_role

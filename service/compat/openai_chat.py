@@ -12,7 +12,8 @@ from fastapi import APIRouter, Response
 from pydantic import Field
 
 from coppice.wire.rollouts import RolloutAnswer, SampleAnswer
-from engine.types import ChatRequest, ChatResponse, EngineInfo, ToolCallPart
+from engine.types.chat import ChatRequest, ChatResponse, ToolCallPart
+from engine.types.info import EngineInfo
 from service.auth.access import requires_role
 from service.compat import logprobs
 from service.compat.bodies import (

@@ -11,7 +11,8 @@ from functools import partial
 from typing import Any
 
 from coppice.wire.rollouts import SampleAnswer
-from engine.types import ChatResponse, Sampling
+from engine.types.chat import ChatResponse
+from engine.types.samples import Sampling
 from service.compat import logprobs
 from service.compat.chat_samples import MessageParts
 from service.compat.compat_request import finish_reason, support_field, weight_version_spans

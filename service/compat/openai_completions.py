@@ -10,7 +10,7 @@ from pydantic import Field
 
 from coppice.wire.base import MAX_TOKENS, TokenIds
 from coppice.wire.rollouts import Prompt, RolloutAnswer, SampleAnswer
-from engine.types import TopLogprobs
+from engine.types.samples import TopLogprobs
 from service.auth.access import requires_role
 from service.compat import logprobs
 from service.compat.bodies import (
@@ -114,17 +114,12 @@ async def complete(call: Compat) -> Response:
         num_top_logprobs=body.logprobs,
         stream_tokens=body.stream,
     )
-    echo = (
-        await prompt_echo(
-            call.server,
-            body.prompt,
-            prompts,
-            prompt_scores,
-            is_truncated=body.truncate_prompt_tokens is not None,
+    echo = None
+    if body.echo:
+        is_truncated = body.truncate_prompt_tokens is not None
+        echo = await prompt_echo(
+            call.server, body.prompt, prompts, prompt_scores, is_truncated=is_truncated
         )
-        if body.echo
-        else None
-    )
     builder = CompletionBuilder(
         body=body, rollout=rollout, prompts=prompts, prompt_scores=prompt_scores, echo=echo
     )

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from engine.types import ChatRequest
+from engine.types.chat import ChatRequest
 from service.compat.bodies import (
     CompatModel,
     Flag,

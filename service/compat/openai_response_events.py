@@ -8,10 +8,10 @@ from typing import Any
 
 from pydantic_core import to_json
 
+from coppice.wire.packed.results import EndRecord
 from coppice.wire.problem_catalogue import Problem
-from coppice.wire.result_formats import EndRecord
 from coppice.wire.rollouts import SampleAnswer
-from engine.types import ChatResponse, ToolCallPart
+from engine.types.chat import ChatResponse, ToolCallPart
 from service.compat.chat_samples import ChatSamples, MessageParts
 from service.compat.openai_errors import problem_message
 from service.compat.openai_response_items import custom_input, encoded_reasoning

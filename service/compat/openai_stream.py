@@ -13,8 +13,8 @@ from fastapi.responses import StreamingResponse
 from pydantic_core import to_json
 from starlette.types import Message, Send
 
+from coppice.wire.packed.results import EndRecord
 from coppice.wire.problem_catalogue import Problem
-from coppice.wire.result_formats import EndRecord
 from coppice.wire.rollouts import RolloutAnswer
 from service.compat.bodies import CompatModel, Flag
 from service.compat.compat_request import ROLLOUT_ERRORS, token_counts, usage

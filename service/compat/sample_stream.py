@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from coppice.wire.result_formats import EndRecord, SampleRecord, TokensRecord
+from coppice.wire.packed.results import EndRecord, SampleRecord, TokensRecord
 from coppice.wire.rollouts import SampleAnswer
-from engine.types import Sampling, TopLogprobs
+from engine.types.samples import Sampling, TopLogprobs
 from service.compat.logprobs import sample_logprobs
 from service.rollouts.record_reader import SampleKey
 from service.rollouts.rollout import Rollout

@@ -11,7 +11,7 @@ from coppice.wire.control import (
     DEFAULT_SLEEP_LEASE_SECONDS,
     PauseLease,
 )
-from engine.types import KV_CACHE, WEIGHTS, PauseMode, SleepTag
+from engine.types.samples import KV_CACHE, WEIGHTS, PauseMode, SleepTag
 from service.auth.access import Caller, allow_any_key, public, requires_role
 from service.compat.bodies import CompatModel, Directory, EmptyBody, read_compat_body, request_body
 from service.compat.compat_request import RunningRequests

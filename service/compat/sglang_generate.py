@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Response
 
 from coppice.wire.base import TokenIds
-from coppice.wire.result_formats import EndRecord
+from coppice.wire.packed.results import EndRecord
 from coppice.wire.rollouts import GroupAnswer, Prompt, SampleAnswer, WeightsConstraint
 from service.auth.access import requires_role
 from service.compat.bodies import (

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from engine.protocol.text import ResponseStream
-from engine.types import ChatResponse, ToolCall, ToolCallPart
+from engine.types.chat import ChatResponse, ToolCall, ToolCallPart
 from service.compat.sample_stream import SamplePart, remainder
 from service.rollouts.tokenizer import Tokenizer
 

@@ -4,7 +4,7 @@ from fastapi import APIRouter, Request, Response
 
 from coppice.wire.base import Label
 from coppice.wire.control import DEFAULT_SLEEP_LEASE_SECONDS
-from engine.types import KV_CACHE, WEIGHTS, PauseMode, SleepLevel, SleepTag
+from engine.types.samples import KV_CACHE, WEIGHTS, PauseMode, SleepLevel, SleepTag
 from service.auth.access import Caller, allow_any_key, public, requires_role
 from service.compat.bodies import CompatModel, Directory, EmptyBody, read_compat_body, request_body
 from service.compat.unsupported import NCCL

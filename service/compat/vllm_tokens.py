@@ -10,7 +10,7 @@ from pydantic import Field
 
 from coppice.wire.base import MAX_TOKENS, TokenIds
 from coppice.wire.rollouts import RolloutAnswer, SampleAnswer
-from engine.types import TopLogprobs
+from engine.types.samples import TopLogprobs
 from service.auth.access import requires_role
 from service.compat import logprobs
 from service.compat.bodies import CompatModel, Flag, MaxTokens, request_body

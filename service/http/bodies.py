@@ -16,12 +16,12 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from coppice.safetensors_io import LENGTH_BYTES, head_bytes
-from coppice.wire.packed_requests import (
+from coppice.wire.packed.requests import (
     PACKED_MEDIA_TYPE,
     PackedLists,
     unpack_request,
 )
-from service.config.settings import LimitsSettings
+from service.config.limits import LimitsSettings
 from service.errors import BodyTooLarge, InvalidJson, InvalidRequest, UnsupportedMediaType
 from service.fair_threads import FairThreads
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from service.config.settings import LimitsSettings
+from service.config.limits import LimitsSettings
 from service.fair_threads import FairThreads
 from service.http.bodies import Bodies
 

@@ -19,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
-from service.config.settings import LimitsSettings
+from service.config.limits import LimitsSettings
 from service.errors import HeadersTooLarge, MalformedRequest, RequestTimeout, ServiceError
 from service.http.exception_handlers import problem_response
 

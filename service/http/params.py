@@ -7,9 +7,9 @@ from typing import NamedTuple
 from pydantic import TypeAdapter, ValidationError
 from starlette.datastructures import QueryParams
 
-from coppice.wire import packed_requests
 from coppice.wire.base import Label
 from coppice.wire.control import DEFAULT_PAUSE_LEASE_SECONDS, PauseLease
+from coppice.wire.packed.requests import PACKED_MEDIA_TYPE
 from coppice.wire.weights import Sequence
 from service.errors import InvalidRequest, NotAcceptable
 
@@ -138,7 +138,7 @@ class ResponseFormat(StrEnum):
 
     JSON = "application/json"
     NDJSON = "application/x-ndjson"
-    PACKED = packed_requests.PACKED_MEDIA_TYPE
+    PACKED = PACKED_MEDIA_TYPE
 
 
 def negotiate_format(accept: str | None) -> ResponseFormat:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from coppice.wire.kv_reuse import KvReuse, KvReuseAnswer, KvReuseMode, KvReuseReason
 from coppice.wire.rollouts import GroupAnswer, PromptSpan
-from engine.kv_types import ExportSlot, KvLoad
 from engine.protocol.generation import Generation
 from engine.protocol.prompt_kv import PromptKv
-from engine.types import Completion, SampleRequest
+from engine.types.kv import ExportSlot, KvLoad
+from engine.types.samples import Completion, SampleRequest
 from service.kv_reuse.observed_prompt_selection import DistanceCache
 from service.kv_reuse.observed_prompts import AnchorStore
 from service.kv_reuse.prediction import PredictionPlan

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from engine.kv_types import ExportSlot, KvFormat
+from engine.types.kv import ExportSlot, KvFormat
 from service.kv_reuse.observed_prompts import Anchor
 from service.kv_reuse.prompt_sections import PromptTemplate
 from service.kv_reuse.span_cache import ITEM_BYTES, SpanCache

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 from coppice.wire.kv_reuse import KvReuseReason
 from coppice.wire.rollouts import PromptSpan
-from engine.kv_types import ExportSlot, KvLoad, LoadPiece, ObservedKv
 from engine.protocol.generation import Generation
-from engine.types import Completion, SampleRequest
+from engine.types.kv import ExportSlot, KvLoad, LoadPiece, ObservedKv
+from engine.types.samples import Completion, SampleRequest
 from service.kv_reuse.observed_prompt_selection import (
     AnchorSelection,
     DistanceCache,

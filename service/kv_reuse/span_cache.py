@@ -23,8 +23,8 @@ from typing import NamedTuple
 from coppice.wire.kv_reuse import KvReuseReason
 from coppice.wire.rollouts import PromptSpan
 from engine.errors import EngineError
-from engine.kv_types import ExportSlot, ExportStatus, KvFormat
 from engine.protocol.prompt_kv import PromptKv
+from engine.types.kv import ExportSlot, ExportStatus, KvFormat
 from service.kv_reuse.prompt_sections import Scope, digest
 from service.prompt_kv.arena import (
     PAGE_BYTES,

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 from coppice.wire.kv_reuse import KvReuseReason
 from coppice.wire.rollouts import PromptSpan
-from engine.kv_types import ExportSlot, KvLoad
 from engine.protocol.generation import Generation
-from engine.types import Completion, SampleRequest, Sampling
+from engine.types.kv import ExportSlot, KvLoad
+from engine.types.samples import Completion, SampleRequest, Sampling
 from service.kv_reuse.prompt_sections import Scope
 from service.kv_reuse.span_cache import CacheEntry, SpanCache
 from service.prompt_kv.prompt_source import GroupMonitor

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 from coppice.wire.kv_reuse import KvReuseReason
 from coppice.wire.rollouts import PromptSpan
-from engine.kv_types import ExportSlot, KvLoad, LoadPiece
 from engine.protocol.generation import Generation
-from engine.types import Completion, SampleRequest
+from engine.types.kv import ExportSlot, KvLoad, LoadPiece
+from engine.types.samples import Completion, SampleRequest
 from service.kv_reuse.prompt_sections import joined
 from service.kv_reuse.span_lease import ReuseFailed, SpanLease
 from service.prompt_kv.prompt_source import GroupMonitor

@@ -4,16 +4,16 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from coppice.wire.columns import TokenLists
+from coppice.wire.columns.token_columns import TokenLists
 from coppice.wire.moves import MovedGroup, MovedRollout
-from coppice.wire.result_formats import GroupRecord, SampleRecord
+from coppice.wire.packed.results import GroupRecord, SampleRecord
 from coppice.wire.rollouts import (
     MAX_SAMPLES_PER_GROUP,
     GroupHead,
     SampleAnswer,
     SegmentAnswer,
 )
-from engine.types import EngineInfo
+from engine.types.info import EngineInfo
 from service.errors import InvalidRequest, PromptTooLong
 from service.moves.token_tables import check_ids, checked_tokens
 from service.rollouts import validation

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from coppice.wire.columns import TABLES, column_bytes
+from coppice.wire.columns.token_columns import TABLES, column_bytes
 from coppice.wire.moves import FORMAT, MovedKey
 from coppice.wire.session_moves import (
     MovedResponse,

@@ -1,7 +1,7 @@
 """State of a suspended rollout, as it is sent to another replica."""
 
 from coppice.wire.moves import FORMAT, GivenTokens, MovedGroup, MovedKey, MovedRollout
-from coppice.wire.result_formats import GroupRecord, SampleRecord, SegmentRecord
+from coppice.wire.packed.results import GroupRecord, SampleRecord, SegmentRecord
 from coppice.wire.rollouts import RolloutRequest, SampleAnswer
 from engine.protocol.generation import Generation
 from service.rollouts.group import Group

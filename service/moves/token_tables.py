@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 
 from coppice.wire.base import MAX_TOKENS
-from coppice.wire.columns import COLUMNS, TokenFields, TokenLists, columns_of
+from coppice.wire.columns.token_columns import COLUMNS, TokenFields, TokenLists, columns_of
 from coppice.wire.rollouts import SegmentAnswer
 from service.errors import InvalidRequest
 

@@ -7,7 +7,8 @@ from typing import get_args
 
 from prometheus_client import CollectorRegistry
 
-from engine.feature_stats import (
+from engine.feature_settings import MAX_DRAFT_TOKENS
+from engine.types.feature_stats import (
     AttentionFallbackReason,
     CudaGraphStats,
     DrafterOutcome,
@@ -23,7 +24,6 @@ from engine.feature_stats import (
     SpeculationStats,
     TrainingState,
 )
-from engine.settings import MAX_DRAFT_TOKENS
 from service.observability.metric_declaration import MetricTable, cumulative_counter, gauge
 
 

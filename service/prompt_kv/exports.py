@@ -21,8 +21,8 @@ from typing import Any
 
 from coppice.wire.kv import KvReason
 from engine.errors import EngineError
-from engine.kv_types import ExportSlot, ExportStatus
 from engine.protocol.prompt_kv import PromptKv
+from engine.types.kv import ExportSlot, ExportStatus
 from service.prompt_kv.arena import Arena
 from service.prompt_kv.gpu_memory import GpuKv
 from service.prompt_kv.handle import Handle

@@ -8,7 +8,7 @@ id of this host. That id is no secret: it keeps apart hosts, not callers.
 from collections.abc import Sequence
 
 from coppice.wire.kv import KvGpu, KvGpuIpc, KvGpuMemory, KvLocator
-from engine.kv_types import GpuMemory
+from engine.types.kv import GpuMemory
 from service.prompt_kv.layout import Layout
 from service.prompt_kv.slots import Slot
 

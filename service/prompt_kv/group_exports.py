@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from coppice.wire.kv import KvHandle, KvReason
 from coppice.wire.rollouts import GroupAnswer
-from engine.kv_types import ExportSlot
+from engine.types.kv import ExportSlot
 from service.prompt_kv.exports import Export
 from service.prompt_kv.manager import PromptKvManager
 

@@ -25,7 +25,7 @@ import xxhash
 
 from coppice.safetensors_io import CODES, FLOAT_BYTES, TensorEntry, header_of
 from coppice.wire.kv import KvLayerShape
-from engine.kv_types import KvFormat
+from engine.types.kv import KvFormat
 from service.prompt_kv.arena import PAGE_BYTES, round_up_to_pages
 
 NO_CHECKSUM = "0" * 16

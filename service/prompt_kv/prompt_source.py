@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from coppice.wire.rollouts import GroupAnswer
-from engine.kv_types import ExportSlot, KvLoad
 from engine.protocol.generation import Generation
-from engine.types import Completion, SampleRequest
+from engine.types.kv import ExportSlot, KvLoad
+from engine.types.samples import Completion, SampleRequest
 
 
 class GroupMonitor(Protocol):

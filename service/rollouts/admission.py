@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from service.config.settings import LimitsSettings
+from service.config.limits import LimitsSettings
 from service.errors import (
     DRAINING_RETRY_SECONDS,
     Draining,

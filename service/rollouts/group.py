@@ -21,8 +21,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-from coppice.wire.columns import TokenColumns, TokenLists
-from coppice.wire.logprobs import PromptLogprobs
+from coppice.wire.columns.logprobs import PromptLogprobs
+from coppice.wire.columns.token_columns import TokenColumns, TokenLists
+from coppice.wire.columns.versions import cut_spans
 from coppice.wire.rollouts import (
     FinishReason,
     GroupAnswer,
@@ -30,10 +31,9 @@ from coppice.wire.rollouts import (
     SampleAnswer,
     SegmentAnswer,
 )
-from coppice.wire.versions import cut_spans
-from engine.kv_types import KvLoad
 from engine.protocol.generation import Generation
-from engine.types import Completion, SampleRequest, TokenDelta, TopLogprobs
+from engine.types.kv import KvLoad
+from engine.types.samples import Completion, SampleRequest, TokenDelta, TopLogprobs
 from service.prompt_kv.group_exports import GroupKvExports
 from service.prompt_kv.prompt_source import PrefilledPrompt, PromptSource
 from service.rollouts import sample_answer

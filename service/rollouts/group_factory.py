@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from coppice.wire.branching import Branching
-from coppice.wire.columns import TokenLists
+from coppice.wire.columns.token_columns import TokenLists
 from coppice.wire.rollouts import Finish
 from engine.protocol.generation import Generation
-from engine.types import KeptKv, Sampling
+from engine.types.samples import KeptKv, Sampling
 from service.kv_reuse.manager import KvReuseManager
 from service.kv_reuse.prompt_sections import Scope
 from service.prompt_kv.prompt_source import PrefilledPrompt, PromptSource

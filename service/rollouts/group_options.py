@@ -4,8 +4,9 @@ import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from coppice.wire.columns import TokenLists
-from engine.types import ChatResponse, KeptKv, Sampling
+from coppice.wire.columns.token_columns import TokenLists
+from engine.types.chat import ChatResponse
+from engine.types.samples import KeptKv, Sampling
 
 Decode = Callable[[Sequence[int], int | str | None, Sampling], Awaitable[str]]
 """Detokenizes a response, given its token ids, its stop reason and its sampling parameters."""
@@ -23,7 +24,7 @@ class GroupOptions:
     are received while samples run. `num_returned_top_logprobs` are in the responses of compat
     routes; None: all of them. With `answers_top_logprobs`, the top logprobs are
     part of the samples' answers. `logprob_token_ids` and `raw_logprobs` are those of
-    `engine.types.SampleRequest`. With `support_vocab_size`, the size of the vocabulary, supports
+    `SampleRequest`. With `support_vocab_size`, the size of the vocabulary, supports
     are returned. After `deadline_seconds` the group ends with the samples as they are. Its first
     samples resume those in `continued`. `num_required` is the number of samples after which the
     finish policy ends the group. `seeds` has one seed per sample. With `echo` the answer has the

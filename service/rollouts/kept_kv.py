@@ -3,8 +3,8 @@
 import uuid
 from typing import Final
 
-from coppice.wire.kv_versions import KeepKv
-from engine.types import KeptKv
+from coppice.wire.columns.kv_versions import KeepKv
+from engine.types.samples import KeptKv
 
 _NAMESPACE: Final = uuid.uuid4().hex
 """Prefix of the salts of chains, so that no caller's `cache_salt` equals one."""

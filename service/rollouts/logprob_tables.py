@@ -6,8 +6,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from coppice.wire.logprobs import PromptLogprobs, TokenLogprobs
-from engine.types import EngineInfo, TopLogprobRows
+from coppice.wire.columns.logprobs import PromptLogprobs, TokenLogprobs
+from engine.types.info import EngineInfo
+from engine.types.samples import TopLogprobRows
 from service.errors import InvalidRequest
 from service.rollouts.request import NewRollout
 

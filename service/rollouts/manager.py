@@ -11,15 +11,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 from contextlib import asynccontextmanager
 from typing import Any
 
-from coppice.wire.columns import TokenLists
-from coppice.wire.kv_versions import KeepKv
-from coppice.wire.logprobs import PromptLogprobs
+from coppice.wire.columns.kv_versions import KeepKv
+from coppice.wire.columns.logprobs import PromptLogprobs
+from coppice.wire.columns.token_columns import TokenLists
 from coppice.wire.rollouts import WeightsConstraint
 from engine.protocol.generation import Generation
 from service.adapters.manager import AdapterManager
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import new_rollout_id
-from service.config.settings import LimitsSettings
+from service.config.limits import LimitsSettings
 from service.errors import DRAINING_RETRY_SECONDS, Draining, RolloutNotFound, ServiceError
 from service.observability.build import Observability
 from service.prompt_kv.manager import PromptKvManager

@@ -8,8 +8,9 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from coppice.wire.columns import TokenLists
-from coppice.wire.result_formats import (
+from coppice.wire.columns.token_columns import TokenLists
+from coppice.wire.columns.versions import VersionSpan, cut_spans, joined_spans
+from coppice.wire.packed.results import (
     EndRecord,
     ProgressRecord,
     Record,
@@ -17,7 +18,6 @@ from coppice.wire.result_formats import (
     TokensRecord,
 )
 from coppice.wire.rollouts import SampleAnswer
-from coppice.wire.versions import VersionSpan, cut_spans, joined_spans
 from service.rollouts.fairness import TimeSlice
 
 PROGRESS_SECONDS = 15.0

@@ -6,9 +6,9 @@ from typing import NamedTuple, Self
 
 from coppice.wire.branching import Branching
 from coppice.wire.chat import Message
+from coppice.wire.columns.kv_versions import ChainKeepKv
 from coppice.wire.kv import Kv
 from coppice.wire.kv_reuse import KvReuse
-from coppice.wire.kv_versions import ChainKeepKv
 from coppice.wire.rollouts import (
     ContinueFrom,
     Finish,
@@ -20,7 +20,7 @@ from coppice.wire.rollouts import (
     WeightsConstraint,
 )
 from coppice.wire.sampling import Sampling
-from engine.types import KeptKv
+from engine.types.samples import KeptKv
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

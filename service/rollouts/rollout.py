@@ -14,8 +14,8 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 from coppice.wire.chat import ParsedMessage
-from coppice.wire.columns import TokenLists, column_bytes
-from coppice.wire.result_formats import (
+from coppice.wire.columns.token_columns import TokenLists, column_bytes
+from coppice.wire.packed.results import (
     EndRecord,
     GroupRecord,
     KvRecord,

@@ -9,15 +9,15 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from coppice.wire.column_kinds import Values
-from coppice.wire.columns import COLUMNS, TokenColumns, TokenLists
-from coppice.wire.kv_versions import KvVersionSpan
-from coppice.wire.logprobs import TokenLogprobs
+from coppice.wire.columns.kinds import Values
+from coppice.wire.columns.kv_versions import KvVersionSpan
+from coppice.wire.columns.logprobs import TokenLogprobs
+from coppice.wire.columns.routed_experts import RoutedExperts
+from coppice.wire.columns.token_columns import COLUMNS, TokenColumns, TokenLists
+from coppice.wire.columns.versions import VersionSpan
 from coppice.wire.rollouts import FinishReason, SampleAnswer
-from coppice.wire.routed_experts import RoutedExperts
-from coppice.wire.versions import VersionSpan
-from engine.types import Completion, TopLogprobRows
-from engine.types import VersionSpan as EngineVersionSpan
+from engine.types.samples import Completion, TopLogprobRows
+from engine.types.samples import VersionSpan as EngineVersionSpan
 from service.rollouts.group_options import GroupOptions
 from service.rollouts.logprob_tables import to_table
 from service.rollouts.sampling import parsed_message

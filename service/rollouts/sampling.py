@@ -8,7 +8,7 @@ from coppice.wire import sampling as wire
 from coppice.wire.chat import ParsedMessage, ParsedToolCall
 from engine.errors import ChecksUnavailable, SamplingRefused
 from engine.protocol.generation import Generation
-from engine.types import Sampling, StructuredOutputs
+from engine.types.samples import Sampling, StructuredOutputs
 from service.errors import InvalidRequest, Overloaded
 from service.fair_threads import RETRY_SECONDS, client_name, queue_errors
 from service.rollouts.group_options import GroupOptions

@@ -8,11 +8,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from coppice.wire.logprobs import PromptLogprobs
+from coppice.wire.columns.logprobs import PromptLogprobs
 from coppice.wire.rollouts import WeightsConstraint
 from coppice.wire.score import ScoreAnswer, ScoredItem, ScoredResponse, ScoreItem, ScoreRequest
 from engine.protocol.generation import Generation
-from engine.types import EngineInfo, TopLogprobRows
+from engine.types.info import EngineInfo
+from engine.types.samples import TopLogprobRows
 from service.adapters.manager import AdapterManager
 from service.errors import InvalidRequest, PromptTooLong
 from service.http.exception_handlers import to_service_error

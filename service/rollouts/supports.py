@@ -1,15 +1,15 @@
 """Supports of sampled tokens, i.e. the sets of token ids that they were sampled from.
 
-The engine returns them encoded (`coppice.wire.support`).
+The engine returns them encoded (`coppice.wire.columns.support`).
 """
 
 import asyncio
 from collections.abc import Sequence
 
+from coppice.wire.columns.support import Support, rows_of
 from coppice.wire.rollouts import UnfinishedSample
 from coppice.wire.sampling import Sampling
-from coppice.wire.support import Support, rows_of
-from engine.types import EngineInfo
+from engine.types.info import EngineInfo
 from service.errors import InvalidRequest
 from service.rollouts.request import NewGroup, NewRollout
 

@@ -13,7 +13,8 @@ from engine import errors
 from engine.errors import ConversationRefused, NoTurnEnd, RequestRefused
 from engine.protocol.text import ResponseStream, Text
 from engine.stop_text import response_text, tokens_of_text
-from engine.types import ChatRequest, ChatResponse, Sampling, truncated
+from engine.types.chat import ChatRequest, ChatResponse, truncated
+from engine.types.samples import Sampling
 from service.errors import InvalidRequest, NoChatTemplate, PromptTooLong
 from service.fair_threads import FairThreads
 from service.rollouts.fairness import TimeSlice

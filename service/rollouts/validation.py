@@ -3,15 +3,21 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from coppice.wire.column_kinds import Values
-from coppice.wire.columns import COLUMNS, GivenTokenFields, TokenFields, TokenLists, columns_of
-from coppice.wire.kv_versions import KeepKv
+from coppice.wire.columns.kinds import Values
+from coppice.wire.columns.kv_versions import KeepKv
+from coppice.wire.columns.token_columns import (
+    COLUMNS,
+    GivenTokenFields,
+    TokenFields,
+    TokenLists,
+    columns_of,
+)
 from coppice.wire.rollouts import (
     PromptSpan,
     UnfinishedSample,
     WeightsConstraint,
 )
-from engine.types import EngineInfo, KeptKvReason
+from engine.types.info import EngineInfo, KeptKvReason
 from service.errors import InvalidRequest, PromptTooLong
 from service.rollouts.fairness import TimeSlice
 from service.rollouts.request import NewGroup, NewRollout

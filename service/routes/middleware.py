@@ -13,7 +13,7 @@ import uuid
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.auth.audit_log import log_admin_call
-from service.config.settings import LimitsSettings
+from service.config.limits import LimitsSettings
 from service.errors import HeadersTooLarge, Overloaded, RequestTimeout
 from service.http.exception_handlers import error_response
 from service.http.limited_protocol import CROWDED, MAX_HEADER_BYTES

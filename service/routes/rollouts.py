@@ -8,8 +8,8 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 
-from coppice.wire.columns import TABLES
-from coppice.wire.result_formats import (
+from coppice.wire.columns.token_columns import TABLES
+from coppice.wire.packed.results import (
     GroupRecord,
     Record,
     SampleRecord,

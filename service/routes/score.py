@@ -2,7 +2,7 @@
 
 from fastapi import APIRouter, Request, Response
 
-from coppice.wire.packed_scores import pack_scores
+from coppice.wire.packed.scores import pack_scores
 from coppice.wire.score import ScoreRequest
 from service.auth.access import Caller, requires_role
 from service.http.exception_handlers import cancel_on_disconnect

@@ -6,7 +6,7 @@ from functools import partial
 from coppice.wire.rollouts import Prompt, SampleAnswer
 from coppice.wire.sampling import Sampling
 from coppice.wire.sessions import AgentApi
-from engine.types import ChatRequest, ChatResponse
+from engine.types.chat import ChatRequest, ChatResponse
 from service.errors import InvalidRequest
 from service.rollouts.kept_kv import session_chain
 from service.rollouts.request import NewGroup, NewRollout

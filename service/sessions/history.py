@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, Literal
 
-from engine.types import ChatRequest
+from engine.types.chat import ChatRequest
 from service.sessions.segment import Attachment, Segment
 
 Message = Mapping[str, Any]

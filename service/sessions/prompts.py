@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from engine.types import ChatRequest
+from engine.types.chat import ChatRequest
 from service.fair_threads import FairThreads
 from service.rollouts.tokenizer import Tokenizer, num_template_chars
 from service.sessions.history import Conversations, Match, RecordedCall

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from coppice.wire.columns import TABLES, column_bytes, columns_of
+from coppice.wire.columns.token_columns import TABLES, column_bytes, columns_of
 from coppice.wire.rollouts import SampleAnswer
 from coppice.wire.sessions import AgentApi, AttachReason, Turn
-from engine.types import ChatRequest, ChatResponse, Sampling, TopLogprobRows
+from engine.types.chat import ChatRequest, ChatResponse
+from engine.types.samples import Sampling, TopLogprobRows
 from service.fair_threads import FairThreads
 from service.observability.session_metrics import SessionMetrics
 from service.rollouts.logprob_tables import to_table

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from coppice.wire.columns import TokenColumns, TokenLists
+from coppice.wire.columns.token_columns import TokenColumns, TokenLists
 from coppice.wire.rollouts import GroupAnswer, Outcome, SegmentAnswer, SegmentFinish
 from service.rollouts.trees.segment_tree import COMPLETE_FINISHES
 from service.sessions.segment import (

@@ -13,8 +13,8 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from engine.feature_stats import SpeculationStats
 from engine.protocol.generation import Generation
+from engine.types.feature_stats import SpeculationStats
 from service.prompt_kv.handle import Handle
 from service.prompt_kv.manager import PromptKvManager
 from service.rollouts.group import Group

@@ -3,16 +3,16 @@
 from collections.abc import Callable
 
 from coppice.wire.control import EngineStatus, StartPhase, StatusAnswer
-from engine.feature_stats import (
+from engine.protocol.engine_state import EngineState
+from engine.protocol.features import DRAFT_MODEL
+from engine.types.feature_stats import (
     CudaGraphStats,
     KeptKvStats,
     KvRetentionStats,
     SharedPrefixStats,
     SpeculationStats,
 )
-from engine.protocol.engine_state import EngineState
-from engine.protocol.features import DRAFT_MODEL
-from engine.types import EngineHealth
+from engine.types.info import EngineHealth
 from service import __version__
 from service.cluster.membership import ClusterMembership
 from service.errors import ServiceError

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from coppice.wire.kv_versions import ActivationKv
+from coppice.wire.columns.kv_versions import ActivationKv
 from coppice.wire.weights import ActivationAnswer, ActivationMode
 from engine.errors import (
     CheckpointRefused,
@@ -22,7 +22,7 @@ from engine.errors import (
     LoadFailed,
 )
 from engine.protocol.weights import Weights
-from engine.types import PauseMode
+from engine.types.samples import PauseMode
 from engine.weights.ipc_tensors import WeightTransfer
 from service.errors import (
     DRAINING_RETRY_SECONDS,

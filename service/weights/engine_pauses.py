@@ -8,7 +8,7 @@ import asyncio
 from typing import Final
 
 from engine.protocol.weights import Weights
-from engine.types import PauseMode
+from engine.types.samples import PauseMode
 from service.errors import VersionConflict
 from service.weights.idle_wait import IdleWait
 from service.weights.pauses import PauseKind, Pauses

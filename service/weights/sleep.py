@@ -13,7 +13,7 @@ from typing import Final
 
 from engine.errors import EngineError, LoadFailed, MemoryUnavailable
 from engine.protocol.weights import Weights
-from engine.types import WEIGHTS, PauseMode, SleepLevel, SleepTag
+from engine.types.samples import WEIGHTS, PauseMode, SleepLevel, SleepTag
 from service.errors import Asleep, ServiceError
 from service.observability.metrics import ServerMetrics
 from service.prompt_kv.manager import PromptKvManager

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from bench.harness.kv_teacher_forcing import Teacher, Turn
 from bench.kv_across_updates import Conversation, Estimate, Result, record_of
-from engine.types import KvVersionSpan
+from engine.types.samples import KvVersionSpan
 from tests.engine.random_models import make_models
 
 TOKENS = [(7 * i) % 400 + 5 for i in range(40)]

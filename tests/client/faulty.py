@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from coppice import ProgressRecord, Record, StartRecord
-from coppice.wire.packed_requests import PACKED_MEDIA_TYPE
-from coppice.wire.result_formats import pack
+from coppice.wire.packed.requests import PACKED_MEDIA_TYPE
+from coppice.wire.packed.results import pack
 from coppice.wire.rollouts import RunningAnswer
 from tests.client.answers import ANSWER, RECORDS
 

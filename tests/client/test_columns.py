@@ -18,11 +18,20 @@ from safetensors.numpy import load, save
 
 from coppice.results import result_of, result_of_packed, sample_of
 from coppice.rollout_options import to_continue_from
-from coppice.wire.column_kinds import Experts, KvSpans, Values
-from coppice.wire.columns import COLUMNS, TokenColumns, TokenLists, column_bytes, columns_of
-from coppice.wire.kv_versions import KvVersionSpan
-from coppice.wire.logprobs import TokenLogprobs
-from coppice.wire.result_formats import pack, parts_of, unpack
+from coppice.wire.columns.kinds import Experts, KvSpans, Values
+from coppice.wire.columns.kv_versions import KvVersionSpan
+from coppice.wire.columns.logprobs import TokenLogprobs
+from coppice.wire.columns.routed_experts import RoutedExperts
+from coppice.wire.columns.support import Support
+from coppice.wire.columns.token_columns import (
+    COLUMNS,
+    TokenColumns,
+    TokenLists,
+    column_bytes,
+    columns_of,
+)
+from coppice.wire.columns.versions import VersionSpan
+from coppice.wire.packed.results import pack, parts_of, unpack
 from coppice.wire.rollouts import (
     GroupAnswer,
     RolloutAnswer,
@@ -30,9 +39,6 @@ from coppice.wire.rollouts import (
     SegmentAnswer,
     UnfinishedSample,
 )
-from coppice.wire.routed_experts import RoutedExperts
-from coppice.wire.support import Support
-from coppice.wire.versions import VersionSpan
 from engine.sampling_support.rows import encode_mask
 from tests.client.answers import USAGE
 

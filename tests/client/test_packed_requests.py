@@ -7,7 +7,7 @@ from pydantic import BaseModel
 from pydantic_core import from_json
 
 from coppice.transport.messages import JSON, MAX_JSON_BYTES, HttpRequest, json_request
-from coppice.wire.packed_requests import PACKED_MEDIA_TYPE, pack_request, unpack_request
+from coppice.wire.packed.requests import PACKED_MEDIA_TYPE, pack_request, unpack_request
 from coppice.wire.rollouts import RolloutRequest
 from coppice.wire.score import ScoreRequest
 from tests.service.test_bodies import bodies_of

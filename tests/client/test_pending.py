@@ -17,8 +17,8 @@ from coppice import (
     StreamBroken,
     TimedOut,
 )
-from coppice.wire.packed_requests import PACKED_MEDIA_TYPE
-from coppice.wire.result_formats import pack
+from coppice.wire.packed.requests import PACKED_MEDIA_TYPE
+from coppice.wire.packed.results import pack
 from coppice.wire.rollouts import RunningAnswer
 from tests.client.answers import ANSWER, LINES, RECORDS
 from tests.client.app import Answer, App, Body, answering, failing, refusing, streaming

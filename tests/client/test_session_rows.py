@@ -12,10 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from coppice import SessionResult
 from coppice.session_rows import SessionRow, session_rows, trl_output
 from coppice.sessions import session_result_of
+from coppice.wire.columns.support import support_answer
+from coppice.wire.columns.versions import VersionSpan
 from coppice.wire.rollouts import GroupAnswer, SegmentAnswer, SegmentFinish
 from coppice.wire.sessions import SessionAnswer, SessionUsage, Turn
-from coppice.wire.support import support_answer
-from coppice.wire.versions import VersionSpan
 from engine.sampling_support.rows import encode_mask
 from tests.compat.programs import ROOT, install
 

@@ -10,8 +10,9 @@ from coppice import Branching, InvalidRequest, Retry, TreeClosed
 from coppice.errors import BadAnswer
 from coppice.operations.record_stream import Collector
 from coppice.results import result_of, result_of_packed, tree_of
+from coppice.wire.columns.versions import VersionSpan
 from coppice.wire.kv import KvHandle
-from coppice.wire.result_formats import (
+from coppice.wire.packed.results import (
     EndRecord,
     GroupRecord,
     KvRecord,
@@ -29,7 +30,6 @@ from coppice.wire.rollouts import (
     RolloutAnswer,
     SegmentAnswer,
 )
-from coppice.wire.versions import VersionSpan
 from tests.client.answers import USAGE
 from tests.client.app import App, Body, answering, refusing, streaming
 from tests.client.conftest import Connect

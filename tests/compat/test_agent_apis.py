@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine.types import EngineInfo
+from engine.types.info import EngineInfo
 from service.compat import (
     anthropic_bodies,
     openai_chat,

@@ -9,7 +9,7 @@ import anthropic
 import pytest
 from anthropic import AsyncAnthropic
 
-from engine.types import ChatResponse, ToolCall
+from engine.types.chat import ChatResponse, ToolCall
 from tests.compat.test_tool_turns import ParsingEngine
 from tests.compat.third_party import Foreign, foreign
 from tests.engine.chats import CONTEXT_TOKENS, TemplateChat, make_chat

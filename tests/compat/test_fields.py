@@ -6,7 +6,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from engine.types import SampleRequest
+from engine.types.samples import SampleRequest
 from service.compat.field_table import INTERNAL_FIELDS, NEUTRAL, REFUSED
 from tests.compat.third_party import Foreign, foreign, wrong_status
 from tests.service.keyfile import bearer, write_keys

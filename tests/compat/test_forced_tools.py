@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.types import ChatResponse
+from engine.types.chat import ChatResponse
 from service.compat import chat_samples, openai_chat
 from service.compat.forced_tools import ToolChoice, forced_response
 from tests.compat.third_party import foreign

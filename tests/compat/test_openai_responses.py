@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from engine.types import ChatRequest, ChatResponse, ToolCall
+from engine.types.chat import ChatRequest, ChatResponse, ToolCall
 from service.compat import openai_response_store
 from service.compat.openai_response_store import (
     KEEP_SECONDS,

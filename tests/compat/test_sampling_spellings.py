@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.types import Sampling, StructuredOutputs
+from engine.types.samples import Sampling, StructuredOutputs
 from tests.compat.test_fields import placed
 from tests.compat.third_party import Foreign, foreign
 

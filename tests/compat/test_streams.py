@@ -9,7 +9,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from engine.types import ChatRequest, ChatResponse
+from engine.types.chat import ChatRequest, ChatResponse
 from tests.compat.third_party import Foreign, foreign
 from tests.fake_engine import FakeEngine
 

@@ -16,7 +16,8 @@ from openai import AsyncOpenAI
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateTokensStreamResponse
 
 from engine.protocol.text import DEFAULT_SAMPLING
-from engine.types import ChatRequest, ChatResponse, Sampling, ToolCall, ToolCallPart
+from engine.types.chat import ChatRequest, ChatResponse, ToolCall, ToolCallPart
+from engine.types.samples import Sampling
 from service.compat import (
     anthropic_stream,
     openai_response_events,

@@ -11,7 +11,7 @@ from coppice.wire.rollouts import SampleAnswer
 from engine.io.response_parsers import STREAMING_TOOL_PARSERS
 from engine.io.response_stream import ParsedStream
 from engine.protocol.text import DEFAULT_SAMPLING, ResponseStream
-from engine.types import ChatRequest, ChatResponse, ToolCall, ToolCallPart
+from engine.types.chat import ChatRequest, ChatResponse, ToolCall, ToolCallPart
 from service.compat.anthropic_stream import _BlockEvents, content_blocks
 from service.compat.openai_response_events import OutputItems
 from service.compat.sample_stream import SamplePart

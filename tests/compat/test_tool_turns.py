@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from engine.types import ChatRequest, ChatResponse, EngineInfo
+from engine.types.chat import ChatRequest, ChatResponse
+from engine.types.info import EngineInfo
 from tests.compat.third_party import Foreign, foreign
 from tests.engine.chats import CONTEXT_TOKENS, TemplateChat, make_chat
 from tests.fake_engine import FakeEngine

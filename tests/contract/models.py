@@ -17,23 +17,19 @@ from coppice.wire import (
     control,
     kv,
     kv_reuse,
-    kv_versions,
-    logprobs,
     moves,
     problem_catalogue,
-    result_formats,
     rollouts,
-    routed_experts,
     sampling,
     score,
     session_moves,
     sessions,
-    support,
-    versions,
     weight_transfer,
     weights,
 )
 from coppice.wire.base import RequestModel
+from coppice.wire.columns import kv_versions, logprobs, routed_experts, support, versions
+from coppice.wire.packed import results
 from tests.contract.document import Node, resolved
 
 MODULES: tuple[ModuleType, ...] = (
@@ -42,7 +38,7 @@ MODULES: tuple[ModuleType, ...] = (
     control,
     kv,
     problem_catalogue,
-    result_formats,
+    results,
     kv_reuse,
     kv_versions,
     logprobs,

@@ -11,7 +11,9 @@ from functools import cache
 import httpx
 import jsonschema_rs
 
-from coppice.wire import packed_requests, packed_scores, result_formats
+from coppice.wire.packed.requests import PACKED_MEDIA_TYPE
+from coppice.wire.packed.results import unpack
+from coppice.wire.packed.scores import unpack_scores
 from tests.contract.document import Node, operations, schemas
 
 NDJSON = "application/x-ndjson"
@@ -76,7 +78,7 @@ def check_body(media_type: str, expected: Node, body: bytes) -> None:
         return
     if media_type == NDJSON:
         _check_stream(expected["content"][NDJSON]["schema"], body)
-    elif media_type == packed_requests.PACKED_MEDIA_TYPE:
+    elif media_type == PACKED_MEDIA_TYPE:
         _check_packed(body)
     elif media_type in JSON:
         schema = expected["content"][media_type]["schema"]
@@ -87,10 +89,10 @@ def check_body(media_type: str, expected: Node, body: bytes) -> None:
 
 def _check_packed(body: bytes) -> None:
     if b'\\"items\\":' in body[:4096]:
-        scores = packed_scores.unpack_scores(body).answer.model_dump(mode="json")
+        scores = unpack_scores(body).answer.model_dump(mode="json")
         _validator("ScoreAnswer").validate(scores)
         return
-    answer = result_formats.unpack(body).answer.model_dump(mode="json")
+    answer = unpack(body).answer.model_dump(mode="json")
     _validator("RolloutAnswer").validate(answer)
 
 

@@ -5,7 +5,7 @@ import re
 
 from safetensors.numpy import load_file
 
-from engine.feature_stats import SpeculationStats
+from engine.types.feature_stats import SpeculationStats
 from tests.e2e.scene import Scene
 
 PROMPT = [7, 20, 21, 22]

@@ -8,7 +8,8 @@ from typing import Any
 
 from coppice import AsyncRollouts
 from coppice.results import RolloutResult
-from engine.settings import AttentionSettings, EngineSettings, SpeculationSettings
+from engine.feature_settings import AttentionSettings, SpeculationSettings
+from engine.settings import EngineSettings
 from engine.vllm_engine import VllmEngine
 from tests.serving import Served, serving
 

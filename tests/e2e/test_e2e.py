@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from coppice import Branching, Kv, SampleRecord, WeightsConstraint
 from coppice.results import RolloutResult
-from engine.feature_stats import SharedPrefixStats
-from engine.settings import SpeculationSettings
+from engine.feature_settings import SpeculationSettings
+from engine.types.feature_stats import SharedPrefixStats
 from tests.e2e.broken_files import broken_files
 from tests.e2e.drafter_checks import (
     check_drafter_still_drafts,

@@ -13,7 +13,7 @@ from vllm.renderers.registry import renderer_from_config
 
 from engine.io.chat_conversion import ChatProcessor
 from engine.settings import EngineSettings
-from engine.types import ChatRequest, ChatResponse
+from engine.types.chat import ChatRequest, ChatResponse
 from tests.engine.seedling import MODEL
 
 CONTEXT_TOKENS = 512

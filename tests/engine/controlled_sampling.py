@@ -6,7 +6,7 @@ from typing import Any
 import regex  # type: ignore[import-untyped]  # no stubs
 import torch
 
-from engine.types import Sampling
+from engine.types.samples import Sampling
 
 
 def controlled_logprobs(

@@ -13,7 +13,7 @@ import sys
 
 import psutil
 
-from engine.types import SampleRequest, Sampling
+from engine.types.samples import SampleRequest, Sampling
 from engine.vllm_engine import VllmEngine
 from tests.engine.seedling import settings
 

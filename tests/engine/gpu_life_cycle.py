@@ -91,15 +91,11 @@ def _started(mode: str, folder: Path) -> Iterator[dict[str, Any]]:
     from vllm.engine.arg_utils import EngineArgs
 
     from engine.cudagraphs.from_settings import plan_for_start
+    from engine.feature_settings import AttentionSettings, GraphsSettings, SpeculationSettings
     from engine.launch import plugin
     from engine.launch.arguments import engine_arguments
     from engine.launch.environment import engine_environment
-    from engine.settings import (
-        AttentionSettings,
-        EngineSettings,
-        GraphsSettings,
-        SpeculationSettings,
-    )
+    from engine.settings import EngineSettings
 
     settings = EngineSettings(
         model=str(MODEL),

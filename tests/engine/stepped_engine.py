@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from engine.kv_types import ExportSlot, KvLoad, KvTransferParams
 from engine.kv_versions import spans as kv_versions
 from engine.kv_versions.request_option import KEEP_KV_ARG, KeepOption
 from engine.launch import core_methods
 from engine.launch.plugin import install_patches
 from engine.sampling_support import hooks
 from engine.sampling_support.step import rows_of
-from engine.types import KvVersionSpan, VersionSpan
+from engine.types.kv import ExportSlot, KvLoad, KvTransferParams
+from engine.types.samples import KvVersionSpan, VersionSpan
 
 EXTENSION = "engine.launch.worker.WorkerExtension"
 FAULTY = "tests.engine.faulty_worker.FaultyExtension"

@@ -11,7 +11,7 @@ from vllm.tool_parsers import ToolParser, ToolParserManager
 
 from engine.errors import ConversationRefused, RequestRefused
 from engine.launch.chat_template_options import template_options
-from engine.types import ChatRequest, ChatResponse
+from engine.types.chat import ChatRequest, ChatResponse
 from tests.engine.chats import TemplateChat, make_chat
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}

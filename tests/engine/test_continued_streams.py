@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from engine.types import SampleRequest, Sampling
+from engine.types.samples import SampleRequest, Sampling
 from engine.vllm_engine import VllmEngine
 from tests.engine.seedling import settings
 

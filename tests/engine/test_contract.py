@@ -13,16 +13,10 @@ import pytest
 import pytest_asyncio
 
 from engine.errors import ConversationRefused, RequestRefused
-from engine.kv_types import ExportSlot, ExportStatus, KvLoad, LoadPiece
 from engine.protocol import Engine
-from engine.types import (
-    ChatRequest,
-    Completion,
-    PauseMode,
-    SampleRequest,
-    Sampling,
-    TokenDelta,
-)
+from engine.types.chat import ChatRequest
+from engine.types.kv import ExportSlot, ExportStatus, KvLoad, LoadPiece
+from engine.types.samples import Completion, PauseMode, SampleRequest, Sampling, TokenDelta
 from tests.arena import TestArena
 from tests.engine.adapters.peft_adapters import saved
 from tests.fake_engine import FakeEngine

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from engine.feature_settings import AttentionSettings, SpeculationSettings
 from engine.launch.environment import engine_environment
 from engine.launch.plugin import CPU_SHIM
-from engine.settings import AttentionSettings, EngineSettings, SpeculationSettings
+from engine.settings import EngineSettings
 
 pytestmark = pytest.mark.engine
 

@@ -18,7 +18,7 @@ from prometheus_client import REGISTRY
 from safetensors.torch import load_file, save_file
 
 from engine.errors import EngineDead, LoadFailed
-from engine.types import Completion, KeptKv, SampleRequest, Sampling
+from engine.types.samples import Completion, KeptKv, SampleRequest, Sampling
 from engine.vllm_engine import VllmEngine
 from tests.engine.adapters.peft_adapters import saved, under
 from tests.engine.greedy import assert_greedy

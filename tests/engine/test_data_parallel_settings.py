@@ -9,18 +9,14 @@ import pytest
 
 from engine.cudagraphs.counters import aggregate_engines
 from engine.errors import StartFailed
-from engine.feature_stats import CudaGraphStats, KvRetentionStats, SharedPrefixStats, total
+from engine.feature_settings import AttentionSettings, GraphsSettings, SpeculationSettings
 from engine.launch.arguments import engine_arguments
 from engine.launch.environment import engine_environment
 from engine.launch.ranks.data_parallel import check_model
 from engine.measure_baseline import measure
-from engine.settings import (
-    AttentionSettings,
-    EngineSettings,
-    GraphsSettings,
-    SpeculationSettings,
-)
+from engine.settings import EngineSettings
 from engine.speculation.startup import resolve_mode, why_off
+from engine.types.feature_stats import CudaGraphStats, KvRetentionStats, SharedPrefixStats, total
 from engine.vllm_engine import VllmEngine
 from tests.engine.seedling import MODEL
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import LoadFailed, StartFailed
-from engine.types import WEIGHTS
+from engine.types.samples import WEIGHTS
 from engine.vllm_engine import VllmEngine
 from tests.engine.default_engine.test_vllm_engine import prompt_of, run
 from tests.engine.seedling import MODEL, settings

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.feature_settings import AttentionSettings, SpeculationSettings
 from engine.launch.environment import engine_environment
 from engine.runtime.installed_settings import (
     attention_settings,
@@ -12,7 +13,7 @@ from engine.runtime.installed_settings import (
     speculation_settings,
     started_by_coppice,
 )
-from engine.settings import AttentionSettings, EngineSettings, SpeculationSettings
+from engine.settings import EngineSettings
 
 SCRATCH = Path("/scratch")
 

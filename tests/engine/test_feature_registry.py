@@ -11,13 +11,14 @@ import engine
 from engine.drafter.feature import DraftModel
 from engine.errors import EngineDead, LoadFailed
 from engine.feature_base import StartSettings
+from engine.feature_settings import SpeculationSettings
 from engine.features import FEATURES, Features, core_methods, worker_methods
 from engine.launch.worker import WorkerExtension
 from engine.protocol.features import DRAFT_MODEL
 from engine.runtime.engine_calls import SleepListener
 from engine.runtime.heartbeat import Heartbeat
-from engine.settings import EngineSettings, SpeculationSettings
-from engine.types import KV_CACHE, WEIGHTS, SleepTag
+from engine.settings import EngineSettings
+from engine.types.samples import KV_CACHE, WEIGHTS, SleepTag
 from engine.weights.checkpoint import read_base_checkpoint
 from engine.weights.sleep_mode import SleepMode
 from engine.weights.updates import ServedWeights

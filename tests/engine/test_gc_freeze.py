@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from engine.feature_settings import AttentionSettings
 from engine.launch.environment import engine_environment
 from engine.runtime import gc_and_process_group
-from engine.settings import AttentionSettings, EngineSettings
+from engine.settings import EngineSettings
 
 CHILD = """
 import gc, service.__main__

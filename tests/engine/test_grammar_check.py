@@ -18,7 +18,7 @@ from engine.io import grammar_check
 from engine.io.check_limiter import LONG_SECONDS
 from engine.io.grammar_check import LIMIT_SECONDS, GrammarChecker, xgrammar_source
 from engine.io.request_params import sampling_params
-from engine.types import SampleRequest, Sampling, StructuredOutputs
+from engine.types.samples import SampleRequest, Sampling, StructuredOutputs
 from tests.engine.seedling import MODEL
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

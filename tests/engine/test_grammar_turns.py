@@ -16,7 +16,7 @@ from engine.io.grammar_check import (
     Results,
 )
 from engine.io.grammar_worker import Answer
-from engine.types import Sampling, StructuredOutputs
+from engine.types.samples import Sampling, StructuredOutputs
 
 pytestmark = pytest.mark.asyncio
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from engine.io.request_params import sampling_params
 from engine.sampling_support import sampling_hooks
 from engine.speculation.counters import COUNTERS
-from engine.types import SampleRequest, Sampling
+from engine.types.samples import SampleRequest, Sampling
 from tests.engine.model_families import save_family
 from tests.engine.speculation.drafting_engine import drafting_engine
 from tests.engine.stepped_engine import Answer, LiveEngine

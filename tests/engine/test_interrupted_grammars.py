@@ -19,12 +19,12 @@ import xgrammar
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from coppice.wire.support import decode_ids, decode_mask
+from coppice.wire.columns.support import decode_ids, decode_mask
 from engine.io.grammar_check import xgrammar_source
 from engine.io.request_params import sampling_params
 from engine.sampling_support import sampling_hooks
 from engine.speculation.counters import COUNTERS
-from engine.types import SampleRequest, Sampling, StructuredOutputs
+from engine.types.samples import SampleRequest, Sampling, StructuredOutputs
 from tests.engine.seedling import MODEL, reference
 from tests.engine.speculation.drafting_engine import drafting_engine
 from tests.engine.stepped_engine import Answer, LiveEngine

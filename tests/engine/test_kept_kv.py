@@ -10,7 +10,7 @@ import pytest
 
 from engine.errors import LoadFailed
 from engine.runtime.heartbeat import Heartbeat
-from engine.types import KvVersionSpan
+from engine.types.samples import KvVersionSpan
 from engine.weights.checkpoint import read_base_checkpoint
 from engine.weights.updates import ServedWeights
 from tests.engine.random_models import make_models

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from engine.kv_types import ExportSlot, KvLoad, KvTransferParams, LoadPiece, ObservedKv
+from engine.types.kv import ExportSlot, KvLoad, KvTransferParams, LoadPiece, ObservedKv
 
 SLOT = ExportSlot(
     arena=Path("/dev/shm/arena"), offset=64, status_offset=0, num_tokens=100, name="a"

@@ -1,7 +1,7 @@
 """Spans of KV versions, from the reports of EngineCore."""
 
 from engine.kv_versions.spans import Reports, cut_kv_versions, kv_version_spans
-from engine.types import KvVersionSpan, VersionSpan
+from engine.types.samples import KvVersionSpan, VersionSpan
 
 Span = tuple[str, int, int, int]
 

@@ -18,11 +18,11 @@ from coppice.train import (
     compute_prompt_kv,
     grouped_backward,
 )
-from engine.feature_stats import FeatureStatus, SharedPrefixStats
-from engine.kv_types import ExportSlot, KvFormat, LayerFormat
-from engine.settings import AttentionSettings
+from engine.feature_settings import AttentionSettings
 from engine.speculation.counters import COUNTERS
-from engine.types import SampleRequest, Sampling
+from engine.types.feature_stats import FeatureStatus, SharedPrefixStats
+from engine.types.kv import ExportSlot, KvFormat, LayerFormat
+from engine.types.samples import SampleRequest, Sampling
 from engine.vllm_engine import VllmEngine
 from service.prompt_kv.layout import LayoutFactory
 from tests.arena import TestArena

@@ -12,7 +12,7 @@ from vllm.v1.outputs import SamplingMaskLists
 
 from engine.io.logprob_arrays import LogprobChunks
 from engine.io.vllm_requests import Generation, PendingSample, to_completion
-from engine.types import SampleRequest, Sampling, TokenDelta, VersionSpan
+from engine.types.samples import SampleRequest, Sampling, TokenDelta, VersionSpan
 
 NAN = math.nan
 SPAN = VersionSpan(version="v0", start=0, end=9)

@@ -17,7 +17,7 @@ from engine.launch.ranks.placement import (
     placement_keys,
     running_tokens,
 )
-from engine.types import KeptKv, SampleRequest, Sampling
+from engine.types.samples import KeptKv, SampleRequest, Sampling
 
 BLOCK = 4
 

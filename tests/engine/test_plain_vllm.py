@@ -17,12 +17,12 @@ from transformers import AutoTokenizer
 
 from engine.attention import register as attention
 from engine.attention.counters import COUNTERS as ATTENTION
+from engine.feature_settings import AttentionSettings
 from engine.io import stop_strings
 from engine.io.request_params import sampling_params
 from engine.sampling_support import sampling_hooks
-from engine.settings import AttentionSettings
 from engine.speculation.counters import COUNTERS as SPECULATION
-from engine.types import SampleRequest, Sampling, StructuredOutputs
+from engine.types.samples import SampleRequest, Sampling, StructuredOutputs
 from tests.engine.attention.shared_engine import unregister
 from tests.engine.plain_vllm import PlainRequest, PlainSample, plain_samples
 from tests.engine.seedling import MODEL

@@ -3,9 +3,10 @@
 import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
 
+from engine.feature_settings import SpeculationSettings
 from engine.launch import arguments
 from engine.launch.arguments import USAGE_CONTEXT, engine_arguments
-from engine.settings import EngineSettings, SpeculationSettings
+from engine.settings import EngineSettings
 from tests.engine.seedling import MODEL
 
 DRAFTING = SpeculationSettings(mode="siblings", longest_draft=4)

@@ -17,7 +17,7 @@ import pytest
 
 from engine.errors import EngineDead, StartFailed
 from engine.runtime import leftover_files
-from engine.types import Completion, SampleRequest, Sampling
+from engine.types.samples import Completion, SampleRequest, Sampling
 from engine.vllm_engine import VllmEngine
 from tests.engine.seedling import MODEL, settings
 from tests.engine.slow_load import LOAD_SECONDS

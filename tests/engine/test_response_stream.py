@@ -9,7 +9,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from engine.io.response_stream import TextStream
-from engine.types import ChatRequest, ChatResponse, Sampling
+from engine.types.chat import ChatRequest, ChatResponse
+from engine.types.samples import Sampling
 from tests.engine.chats import TemplateChat, make_chat
 
 TEXT = "naïve 中文 😀👩‍🔬 a<b>\n\tç"

@@ -16,7 +16,7 @@ from coppice.train import TrainingGroup
 from engine.errors import StartFailed
 from engine.launch.arguments import engine_arguments
 from engine.settings import EngineSettings
-from engine.types import Completion, SampleRequest, Sampling
+from engine.types.samples import Completion, SampleRequest, Sampling
 from engine.vllm_engine import VllmEngine
 from tests.engine.model_families import save_family
 from tests.train.naive import naive_logprobs

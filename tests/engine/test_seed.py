@@ -11,7 +11,7 @@ import pytest
 from coppice import AsyncRollouts
 from engine.launch.arguments import engine_arguments
 from engine.settings import EngineSettings
-from engine.types import SampleRequest, Sampling
+from engine.types.samples import SampleRequest, Sampling
 from engine.vllm_engine import VllmEngine
 from service.cluster.in_memory import InMemoryRegistry
 from tests.cluster import fleet

@@ -25,8 +25,8 @@ from coppice.train import (
     grouped_backward,
     session_trees,
 )
-from engine.feature_stats import KvRetentionStats
-from engine.types import Completion, SampleRequest
+from engine.types.feature_stats import KvRetentionStats
+from engine.types.samples import Completion, SampleRequest
 from tests.engine.seedling import BLOCK, MODEL, reference, settings
 from tests.service.sessions.agents import Trainer
 from tests.service.sessions.harness import Harness

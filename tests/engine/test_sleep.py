@@ -13,9 +13,17 @@ import pytest
 import pytest_asyncio
 
 from engine.errors import LoadFailed
-from engine.kv_types import ExportStatus
 from engine.launch.processes import engine_processes
-from engine.types import KV_CACHE, WEIGHTS, Completion, KeptKv, SampleRequest, Sampling, SleepTag
+from engine.types.kv import ExportStatus
+from engine.types.samples import (
+    KV_CACHE,
+    WEIGHTS,
+    Completion,
+    KeptKv,
+    SampleRequest,
+    Sampling,
+    SleepTag,
+)
 from engine.vllm_engine import VllmEngine
 from tests.arena import TestArena
 from tests.engine.seedling import BLOCK, MODEL, settings

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from engine.runtime import start_phases
 from engine.runtime.feature_guard import FeatureState
 from engine.runtime.start_phases import FILE_ENV, FILE_NAME, StartPhases, phase
-from engine.types import StartPhase
+from engine.types.info import StartPhase
 from engine.vllm_engine import VllmEngine
 from tests.engine.seedling import settings
 from tests.invariants.service_process import home, service

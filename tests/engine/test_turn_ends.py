@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.errors import NoTurnEnd, PromptTooLong
-from engine.types import ChatRequest
+from engine.types.chat import ChatRequest
 from tests.engine.chats import CONTEXT_TOKENS, TEMPLATE, TemplateChat, make_chat
 
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}

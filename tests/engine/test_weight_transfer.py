@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.errors import CheckpointRefused
-from engine.types import VersionSpan
+from engine.types.samples import VersionSpan
 from engine.weights.checkpoint import read_base_checkpoint
 from engine.weights.ipc_tensors import IpcHandle, IpcTensor, check_tensors
 from tests.engine.random_models import make_models

@@ -11,7 +11,7 @@ import torch
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
-from engine.types import VersionSpan
+from engine.types.samples import VersionSpan
 from engine.weights.checkpoint import read_base_checkpoint
 from engine.weights.validation import check_checkpoint
 from tests.engine.greedy import assert_greedy

@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 
-from engine.types import KV_CACHE, WEIGHTS
+from engine.types.samples import KV_CACHE, WEIGHTS
 from engine.weights import worker_sleep
 
 MIB = 2**20

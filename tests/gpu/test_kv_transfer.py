@@ -15,8 +15,8 @@ from coppice.wire.kv import KvGpuMemory
 from coppice.wire.rollouts import PromptSpan
 from engine.kv_transfer.cache_layout import CacheLayout
 from engine.kv_transfer.worker.mapped_arena import Arenas, SlotTarget
-from engine.kv_types import ExportSlot
 from engine.runtime.feature_guard import Failure
+from engine.types.kv import ExportSlot
 from kernels.rope_shift import parse_rotary
 from tests.arena import TestArena
 from tests.engine.kv_transfer.export_models import (

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from engine.attention import register as attention
+from engine.feature_settings import AttentionSettings, SpeculationSettings
 from engine.runtime.installed_settings import CACHE_ENV
-from engine.settings import AttentionSettings, SpeculationSettings
 from engine.speculation import process_settings
 from engine.speculation.controller import Draft, Int32Array
 from engine.speculation.core.scheduler_drafts import FEATURE, SchedulerDrafts

@@ -20,8 +20,8 @@ import numpy as np
 import uvicorn
 import uvloop
 
-from engine.kv_types import ExportStatus, KvFormat
-from engine.types import EngineInfo
+from engine.types.info import EngineInfo
+from engine.types.kv import ExportStatus, KvFormat
 from service.app import create_app
 from service.config.settings import Settings
 from service.http.limited_protocol import protocol_with_limits

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from coppice.wire.rollouts import GroupAnswer, RolloutAnswer, RolloutRequest
 from coppice.wire.weights import ActivationMode
-from engine.types import PauseMode
+from engine.types.samples import PauseMode
 from service.errors import ServiceError
 from service.rollouts.group import Group
 from service.rollouts.idempotency import IdempotencyClaim

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Sequence
 
 from engine.errors import RequestRefused
-from engine.types import Completion, SampleRequest
+from engine.types.samples import Completion, SampleRequest
 from tests.fake_engine import FakeEngine
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from service.config.settings import LimitsSettings
+from service.config.limits import LimitsSettings
 from service.errors import InvalidRequest, Overloaded, QuotaExceeded, ServiceError
 from service.rollouts.admission import Admission, Reservation
 from tests.fake_engine import FakeEngine

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from coppice.wire.packed_requests import PACKED_MEDIA_TYPE
-from coppice.wire.result_formats import unpack
+from coppice.wire.packed.requests import PACKED_MEDIA_TYPE
+from coppice.wire.packed.results import unpack
 from tests.fake_engine import FakeEngine
 from tests.service.test_rollouts import body, group, lines, running_samples
 from tests.serving import Served, serving

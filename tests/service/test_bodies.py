@@ -14,7 +14,7 @@ from fastapi import Request
 
 from coppice.wire.base import MAX_TOKENS
 from coppice.wire.rollouts import RolloutRequest
-from service.config.settings import LimitsSettings
+from service.config.limits import LimitsSettings
 from service.errors import BodyTooLarge, InvalidJson, InvalidRequest, QuotaExceeded
 from service.fair_threads import FairThreads
 from service.http import bodies
@@ -277,7 +277,7 @@ import sys
 from coppice.wire.rollouts import RolloutRequest
 from service.http.bodies import parse_large
 from service.errors import InvalidRequest
-from service.config.settings import LimitsSettings
+from service.config.limits import LimitsSettings
 
 limit = LimitsSettings().max_json_bytes
 {body}

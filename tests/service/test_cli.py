@@ -14,11 +14,11 @@ from fastapi import FastAPI
 
 from engine.errors import EngineDead, StartFailed
 from engine.protocol import Engine
-from engine.types import EngineHealth
+from engine.types.info import EngineHealth
 from service.cli import ServeComponents, with_prompt_kv
 from service.config.settings import Settings, redacted, settings_fields
 from service.config.sources import SettingsFlags, flag_name
-from service.http.serve import ServerLifecycle
+from service.http.shutdown import ServerLifecycle
 from service.node import Node
 from tests.service.command_line import Result, run_command
 

@@ -8,7 +8,7 @@ import pytest
 from coppice import AsyncRollouts
 from coppice.errors import NotFound, VersionConflict, WeightsRefused
 from engine.errors import CheckpointRefused, DrafterRefused
-from engine.feature_stats import DrafterPairStats, DrafterStatus
+from engine.types.feature_stats import DrafterPairStats, DrafterStatus
 from tests.fake_engine import FakeEngine
 from tests.service.test_weights import digest_of
 from tests.serving import serving

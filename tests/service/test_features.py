@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from coppice.wire.control import FeatureStatus, StatusAnswer
-from engine import feature_stats
-from engine.types import EngineInfo
+from engine.types import feature_stats
+from engine.types.info import EngineInfo
 from service.server import Server
 from service.status.features import features, table
 from tests.fake_engine import FakeEngine

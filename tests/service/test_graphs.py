@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.cudagraphs.shapes import Trace, decode, mixed
-from engine.feature_stats import CudaGraphStats
+from engine.types.feature_stats import CudaGraphStats
 from service.observability.metrics import Metrics
 from tests.service.command_line import Result, run_command
 

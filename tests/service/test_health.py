@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from engine.errors import StartFailed
-from engine.feature_stats import SharedPrefixStats
-from engine.types import StartPhase
+from engine.types.feature_stats import SharedPrefixStats
+from engine.types.info import StartPhase
 from service.kv_reuse.span_cache import SpanCache
 from tests.fake_engine import FakeEngine
 from tests.service.test_resume import started

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from service.config.settings import LimitsSettings
+from service.config.limits import LimitsSettings
 from service.http.limited_protocol import MAX_HEADER_BYTES
 from service.routes.middleware import PIECE_BYTES, LimitsMiddleware
 from tests.fake_engine import FakeEngine

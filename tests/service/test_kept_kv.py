@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from coppice import AsyncRollouts, Branching, ChainKeepKv, KvVersionSpan
-from engine.types import KeptKvReason
+from engine.types.info import KeptKvReason
 from tests.fake_engine import BLOCK_SIZE, FakeEngine
 from tests.service.keyfile import bearer, write_keys
 from tests.service.sessions.agents import HELLO, training

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from engine.errors import EngineDead, StartFailed
-from engine.types import EngineHealth, EngineStage, StartPhase
+from engine.types.info import EngineHealth, EngineStage, StartPhase
 from service.config.settings import Settings
 from service.http.serve import open_listener
 from service.node import create_node_app, run_node

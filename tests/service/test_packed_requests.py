@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from coppice.wire.packed_requests import PACKED_MEDIA_TYPE, pack_request
+from coppice.wire.packed.requests import PACKED_MEDIA_TYPE, pack_request
 from coppice.wire.rollouts import RolloutRequest
 from coppice.wire.score import ScoreRequest
 from service.http.bodies import MAX_JSON_VALUES

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from coppice.wire.sampling import Sampling, StructuredOutputs
-from engine import types
 from engine.errors import ChecksUnavailable, EngineError, QueueFull, SamplingRefused
 from engine.stop_text import response_text, tokens_of_text
+from engine.types import samples as types
 from service.rollouts.sampling import to_engine_sampling
 from tests.fake_engine import FakeEngine
 from tests.service.test_rollouts import body, group

@@ -20,8 +20,9 @@ from hypothesis import HealthCheck, settings
 from schemathesis import Response
 from schemathesis.openapi import from_dict
 
-from coppice.wire.packed_requests import PACKED_MEDIA_TYPE
-from engine.types import ChatRequest, EngineInfo
+from coppice.wire.packed.requests import PACKED_MEDIA_TYPE
+from engine.types.chat import ChatRequest
+from engine.types.info import EngineInfo
 from tests.fake_engine import FakeEngine
 from tests.sample_sizes import TIMES
 from tests.service.keyfile import write_keys

@@ -1,6 +1,7 @@
 """The server's lifecycle, from readiness to the end of the drain."""
 
 import asyncio
+import gc
 import logging
 import os
 import queue
@@ -9,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, nullcontext
 
 import httpx
@@ -17,15 +18,10 @@ import pytest
 from fastapi import FastAPI
 
 from engine.errors import StartFailed
-from engine.types import EngineHealth, EngineStage
+from engine.types.info import EngineHealth, EngineStage
 from service.config.settings import LogSettings, ServerSettings, Settings
-from service.http.serve import (
-    StopDeadline,
-    example_command,
-    open_listener,
-    run_server,
-    server_url,
-)
+from service.http.serve import example_command, open_listener, run_server, server_url
+from service.http.shutdown import StopDeadline
 
 
 class ServerLifecycle:
@@ -74,6 +70,13 @@ class ServerLifecycle:
         with open_listener("127.0.0.1", 0) as listener:
             self.url = server_url(listener)
             run_server(self.app, self, settings, listener, deadline)
+
+
+@pytest.fixture(autouse=True)
+def no_garbage() -> Iterator[None]:
+    """Collects what a server leaves: `ast.parse` of CPython 3.11 fails if it does so meanwhile."""
+    yield
+    gc.collect()
 
 
 def test_curl_example_is_printed_when_the_engine_serves(capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,10 +198,10 @@ def test_process_is_ended_if_the_kill_fails() -> None:
 def test_process_is_ended_if_a_hanging_thread_holds_a_lock_of_logging(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("service.http.serve.LOG_SECONDS", 0.01)
+    monkeypatch.setattr("service.http.shutdown.LOG_SECONDS", 0.01)
     codes: queue.SimpleQueue[int] = queue.SimpleQueue()
     held = logging.StreamHandler()
-    log = logging.getLogger("service.http.serve")
+    log = logging.getLogger("service.http.shutdown")
     log.addHandler(held)
     try:
         with held.lock or nullcontext():
@@ -234,7 +237,7 @@ def test_failed_drain_does_not_prevent_the_stop() -> None:
 def test_process_is_ended_if_a_thread_does_not_return() -> None:
     program = """
 import threading, time
-from service.http.serve import StopDeadline
+from service.http.shutdown import StopDeadline
 
 class Lifecycle:
     def kill(self):

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from engine.errors import EngineDead, LoadFailed, MemoryUnavailable
-from engine.types import SleepTag
+from engine.types.samples import SleepTag
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import bearer, write_keys
 from tests.service.test_pauses import post, until_resumed

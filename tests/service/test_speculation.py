@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.feature_stats import SpeculationStats
+from engine.types.feature_stats import SpeculationStats
 from tests.fake_engine import FakeEngine
 from tests.serving import serving
 

@@ -14,17 +14,17 @@ import pytest
 from safetensors.numpy import load, save
 
 from coppice import AsyncRollouts, Branching, Sample, Segment, Support
-from coppice.wire.columns import TokenColumns, TokenLists
-from coppice.wire.result_formats import pack, unpack
-from coppice.wire.rollouts import RolloutAnswer, RolloutRequest, SegmentAnswer, UnfinishedSample
-from coppice.wire.sampling import Sampling
-from coppice.wire.support import (
+from coppice.wire.columns.support import (
     GivenSupport,
     SupportAnswer,
     rows_of,
     split_rows,
     support_answer,
 )
+from coppice.wire.columns.token_columns import TokenColumns, TokenLists
+from coppice.wire.packed.results import pack, unpack
+from coppice.wire.rollouts import RolloutAnswer, RolloutRequest, SegmentAnswer, UnfinishedSample
+from coppice.wire.sampling import Sampling
 from engine.sampling_support.rows import encode_mask
 from service.errors import InvalidRequest
 from service.rollouts.request import NewRollout

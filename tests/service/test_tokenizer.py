@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from coppice.wire.rollouts import Prompt
-from engine.types import ChatRequest
+from engine.types.chat import ChatRequest
 from service.errors import PromptTooLong, QuotaExceeded
 from service.log_context import key_name
 from service.rollouts.tokenizer import Tokenizer

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from coppice.results import result_of, result_of_packed
-from coppice.wire.logprobs import TokenLogprobs
-from coppice.wire.packed_requests import PACKED_MEDIA_TYPE
-from coppice.wire.packed_scores import unpack_scores
-from coppice.wire.result_formats import unpack
+from coppice.wire.columns.logprobs import TokenLogprobs
+from coppice.wire.columns.routed_experts import RoutedExperts
+from coppice.wire.packed.requests import PACKED_MEDIA_TYPE
+from coppice.wire.packed.results import unpack
+from coppice.wire.packed.scores import unpack_scores
 from coppice.wire.rollouts import RolloutAnswer
-from coppice.wire.routed_experts import RoutedExperts
 from service.rollouts import logprob_tables
 from tests.fake_engine import FakeEngine
 from tests.serving import Served, serving

@@ -17,7 +17,7 @@ from safetensors.numpy import save
 
 from coppice.wire.rollouts import RolloutRequest
 from engine.errors import EngineDead, LoadFailed
-from engine.types import PauseMode
+from engine.types.samples import PauseMode
 from engine.weights.magnitudes import UNKNOWN, Magnitudes
 from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.registry import Manifest, ManifestConflict

@@ -13,7 +13,7 @@ from coppice import AsyncRollouts, Branching, CoppiceError, Kv, Retry
 from coppice.operations.sessions import SessionOptions
 from coppice.rollout_options import RolloutOptions, rollout_request
 from coppice.sessions import AgentSession
-from coppice.wire.result_formats import SampleRecord, SegmentRecord, TokensRecord
+from coppice.wire.packed.results import SampleRecord, SegmentRecord, TokensRecord
 from tests.soak.cluster_model import FleetModel, TokenReport
 
 NUM_SAMPLES = 4

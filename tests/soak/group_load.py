@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 
-from coppice.wire.packed_requests import PACKED_MEDIA_TYPE
-from coppice.wire.result_formats import unpack
+from coppice.wire.packed.requests import PACKED_MEDIA_TYPE
+from coppice.wire.packed.results import unpack
 from tests.engine.seedling import MODEL
 
 GROUPS_A_REQUEST = 10

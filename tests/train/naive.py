@@ -15,7 +15,7 @@ from coppice.train.group_rows import token_logprobs
 from coppice.train.logit_adjustments import NO_ADJUSTMENTS
 from coppice.train.routing import replay_routing
 from coppice.train.training_group import LossFunction, RowLogprobs, TrainingGroup, TrainingTree
-from coppice.wire.support import Support, joined_support
+from coppice.wire.columns.support import Support, joined_support
 
 
 def naive_logprobs(model: Any, group: TrainingGroup, *, temperature: float = 1.0) -> RowLogprobs:

@@ -22,7 +22,7 @@ from coppice.train import (
     token_mean,
 )
 from coppice.train.group_rows import sampled_runs
-from coppice.wire.support import Support
+from coppice.wire.columns.support import Support
 from engine.sampling_support.rows import encode_mask
 from tests.train.models import error, gradients, random_group, random_loss, tiny_model
 from tests.train.naive import naive_backward, naive_logprobs

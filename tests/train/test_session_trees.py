@@ -23,9 +23,9 @@ from coppice.train import (
     session_trees,
 )
 from coppice.train.session_trees import Baseline
+from coppice.wire.columns.versions import VersionSpan
 from coppice.wire.rollouts import SegmentFinish
 from coppice.wire.sessions import SessionUsage, Turn
-from coppice.wire.versions import VersionSpan
 from tests.fake_engine import VOCAB_SIZE, FakeEngine
 from tests.serving_thread import serving_in_thread
 from tests.train.models import Gradients, error, gradients, tiny_model

@@ -10,7 +10,7 @@ import httpx
 from fastapi.routing import APIRoute
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from engine.feature_stats import SpeculationStats
+from engine.types.feature_stats import SpeculationStats
 from service.app import create_app
 from service.status.dashboard_snapshot import (
     INTERVAL_SECONDS,

@@ -16,7 +16,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from engine.types import EngineInfo
+from engine.types.info import EngineInfo
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import write_keys
 from tests.service.test_rollouts import body, group, running_samples

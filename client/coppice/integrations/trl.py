@@ -23,8 +23,8 @@ from coppice.errors import Incomplete, Unsupported
 from coppice.integrations.version_labels import VersionLabels
 from coppice.results import Group, Sample
 from coppice.rollout_options import RolloutOptions
+from coppice.wire.columns.support import Support
 from coppice.wire.rollouts import WeightsConstraint
-from coppice.wire.support import Support
 
 # GRPOConfig arguments that SupportReplay needs to be exact, and their values without effect.
 _NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {

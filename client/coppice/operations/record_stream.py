@@ -12,7 +12,8 @@ from coppice.results import Group, RolloutResult, Sample, Segment, group_of, sam
 from coppice.transport.driver import Driver
 from coppice.transport.messages import HttpRequest
 from coppice.transport.retry import RequestSender
-from coppice.wire.result_formats import (
+from coppice.wire.columns.versions import cut_spans
+from coppice.wire.packed.results import (
     RECORD,
     EndRecord,
     GroupRecord,
@@ -25,7 +26,6 @@ from coppice.wire.result_formats import (
     TokensRecord,
 )
 from coppice.wire.rollouts import GroupHead
-from coppice.wire.versions import cut_spans
 
 RecordKey = tuple[str, int, int | str]
 NDJSON = "application/x-ndjson"

@@ -17,8 +17,8 @@ from coppice.rollout_options import RolloutOptions, rollout_request, session_hea
 from coppice.transport.messages import HttpRequest, HttpResponse, json_request
 from coppice.transport.retry import RequestSender
 from coppice.wire.branching import BranchRequest
-from coppice.wire.packed_requests import PACKED_MEDIA_TYPE
-from coppice.wire.result_formats import (
+from coppice.wire.packed.requests import PACKED_MEDIA_TYPE
+from coppice.wire.packed.results import (
     Record,
     SampleRecord,
     SegmentRecord,

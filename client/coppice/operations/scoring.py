@@ -11,9 +11,9 @@ from coppice.errors import BadAnswer
 from coppice.prompts import PromptLike, prompt_of, token_ids_of
 from coppice.transport.messages import json_request
 from coppice.transport.retry import RequestSender
-from coppice.wire.logprobs import TokenLogprobs
-from coppice.wire.packed_requests import PACKED_MEDIA_TYPE
-from coppice.wire.packed_scores import unpack_scores
+from coppice.wire.columns.logprobs import TokenLogprobs
+from coppice.wire.packed.requests import PACKED_MEDIA_TYPE
+from coppice.wire.packed.scores import unpack_scores
 from coppice.wire.rollouts import WeightsConstraint
 from coppice.wire.score import ScoreAnswer, ScoredItem, ScoreItem, ScoreRequest
 

@@ -9,7 +9,7 @@ from coppice.transport.messages import json_request
 from coppice.transport.retry import RequestSender
 from coppice.weights.gpu_weights import GpuWeights
 from coppice.weights.tensors import StateDict
-from coppice.wire.kv_versions import ActivationKv
+from coppice.wire.columns.kv_versions import ActivationKv
 from coppice.wire.weight_transfer import TransferRequest
 from coppice.wire.weights import ActivationAnswer, ActivationMode
 

@@ -32,7 +32,7 @@ from coppice.weights.checkpoint_files import (
 from coppice.weights.delta_writer import BaseFile
 from coppice.weights.tensors import StateDict
 from coppice.wire.base import Label
-from coppice.wire.kv_versions import ActivationKv
+from coppice.wire.columns.kv_versions import ActivationKv
 from coppice.wire.weights import (
     ActivateRequest,
     ActivationAnswer,

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coppice.train.logit_adjustments import NO_ADJUSTMENTS, LogitAdjustments, ResponseAdjustments
-from coppice.wire.support import ALL, IDS, Support, decode_ids, decode_mask
+from coppice.wire.columns.support import ALL, IDS, Support, decode_ids, decode_mask
 
 CHUNK_VALUES = 2**23
 """Logits of a part: 32 MiB in float32."""

@@ -14,7 +14,7 @@ from coppice.results import Group, Segment, Tree
 from coppice.sessions import SessionResult, hidden_ends
 from coppice.train.logit_adjustments import NO_ADJUSTMENTS, LogitAdjustments
 from coppice.train.training_group import TrainingTree
-from coppice.wire.versions import VersionSpan
+from coppice.wire.columns.versions import VersionSpan
 
 Baseline: TypeAlias = Literal["session", "leaf"]
 """Rewards whose mean and standard deviation normalize the rewards of a group of sessions.

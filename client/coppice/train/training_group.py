@@ -13,7 +13,7 @@ from torch import Tensor
 
 from coppice.results import Group, Sample, Segment, Tree
 from coppice.train.logit_adjustments import NO_ADJUSTMENTS, LogitAdjustments
-from coppice.wire.support import Support, joined_support
+from coppice.wire.columns.support import Support, joined_support
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

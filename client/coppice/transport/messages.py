@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from coppice.errors import BadAnswer, GatewayFailed, Redirected, error_of
-from coppice.wire.packed_requests import PACKED_MEDIA_TYPE, pack_request
+from coppice.wire.packed.requests import PACKED_MEDIA_TYPE, pack_request
 from coppice.wire.problem_catalogue import Problem
 
 A = TypeVar("A", bound=BaseModel)

@@ -19,7 +19,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
-from coppice.wire.packed_requests import TOKEN_IDS, given_list, serialized_list
+from coppice.wire.packed.requests import TOKEN_IDS, given_list, serialized_list
 
 
 class JsonInteger:

@@ -16,7 +16,7 @@ from coppice.wire.base import (
     RequestModel,
     TokenIds,
 )
-from coppice.wire.result_formats import GroupRecord, SampleRecord, SegmentRecord
+from coppice.wire.packed.results import GroupRecord, SampleRecord, SegmentRecord
 from coppice.wire.rollouts import (
     MAX_GROUPS,
     MAX_SAMPLES_PER_GROUP,

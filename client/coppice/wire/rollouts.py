@@ -18,12 +18,12 @@ from coppice.wire.base import (
 )
 from coppice.wire.branching import Branching
 from coppice.wire.chat import Message, ParsedMessage, Tool
-from coppice.wire.columns import GivenTokenFields, TokenFields
+from coppice.wire.columns.kv_versions import ChainKeepKv
+from coppice.wire.columns.logprobs import NumTopLogprobs, OptionalPromptLogprobs, PositionTokenIds
+from coppice.wire.columns.routed_experts import OptionalExperts
+from coppice.wire.columns.token_columns import GivenTokenFields, TokenFields
 from coppice.wire.kv import Kv, KvHandle, KvReason
 from coppice.wire.kv_reuse import KvReuse, KvReuseAnswer
-from coppice.wire.kv_versions import ChainKeepKv
-from coppice.wire.logprobs import NumTopLogprobs, OptionalPromptLogprobs, PositionTokenIds
-from coppice.wire.routed_experts import OptionalExperts
 from coppice.wire.sampling import Sampling
 
 MAX_GROUPS = 4096

@@ -12,7 +12,7 @@ from coppice.wire.base import (
     RequestModel,
     TokenIds,
 )
-from coppice.wire.logprobs import NumTopLogprobs, OptionalLogprobs, PositionTokenIds
+from coppice.wire.columns.logprobs import NumTopLogprobs, OptionalLogprobs, PositionTokenIds
 from coppice.wire.rollouts import MAX_SAMPLES_PER_GROUP, Prompt, WeightsConstraint
 
 Response = Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS)]

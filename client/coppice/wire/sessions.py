@@ -12,8 +12,8 @@ from coppice.wire.base import (
     JsonInteger,
     RequestModel,
 )
-from coppice.wire.kv_versions import KeepKv
-from coppice.wire.logprobs import NumTopLogprobs
+from coppice.wire.columns.kv_versions import KeepKv
+from coppice.wire.columns.logprobs import NumTopLogprobs
 from coppice.wire.rollouts import (
     GroupAnswer,
     Option,

@@ -14,10 +14,10 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.feature_stats import SpeculationDecision, SpeculationSkipReason
 from engine.speculation.controller import Controller
 from engine.speculation.cost import Profile
 from engine.speculation.request_table import find_skip_reason
+from engine.types.feature_stats import SpeculationDecision, SpeculationSkipReason
 
 STEP_DECAY: Final = 0.99
 """Factor by which the weight of a step decays with each later step."""

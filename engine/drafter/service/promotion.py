@@ -15,7 +15,7 @@ from typing import Final, Literal
 from engine.drafter.acceptance_by_version import Snapshot
 from engine.drafter.service.checkpoint_dir import INITIAL_VERSION, TRAINER_CHECKPOINT, DrafterDir
 from engine.errors import DrafterRefused
-from engine.feature_stats import DrafterOutcome
+from engine.types.feature_stats import DrafterOutcome
 
 WINDOWS_PER_SIDE: Final = 3
 """Number of windows in which each of the two drafters serves."""

@@ -23,7 +23,7 @@ from engine.drafter.trainer.messages import (
     decode_line,
     encode_line,
 )
-from engine.feature_stats import TrainingState
+from engine.types.feature_stats import TrainingState
 
 log = logging.getLogger(__name__)
 

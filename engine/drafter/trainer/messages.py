@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.drafter.service.checkpoint_dir import TRAINER_CHECKPOINT
-from engine.types import TopLogprobs
+from engine.types.samples import TopLogprobs
 
 TOP_K: Final = 8
 """Number of most probable tokens that are recorded per position.

@@ -4,7 +4,7 @@ from collections.abc import Sequence, Set
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypedDict
 
-from engine.feature_stats import KvReleaseReason
+from engine.types.feature_stats import KvReleaseReason
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore

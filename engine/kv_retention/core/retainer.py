@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from engine.feature_stats import KvReleaseReason
 from engine.kv_retention.core.block_queue import RetainingBlockQueue
 from engine.runtime.feature_guard import feature
+from engine.types.feature_stats import KvReleaseReason
 
 FEATURE: Final = feature("session_kv_retention")
 MAX_PATHS: Final = 1024

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from engine.kv_transfer.cache_layout import CacheLayout
 from engine.kv_transfer.jobs import PromptExport
-from engine.kv_types import ExportSlot, ExportStatus
+from engine.types.kv import ExportSlot, ExportStatus
 
 NULL_BLOCK: Final = 0
 """Block id in place of a block that vLLM has freed, as it is outside of a sliding window."""

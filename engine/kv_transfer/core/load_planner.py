@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from engine.kv_transfer.cache_layout import CacheLayout
 from engine.kv_transfer.jobs import LoadJob
-from engine.kv_types import KvLoad, LoadPiece
+from engine.types.kv import KvLoad, LoadPiece
 
 Hasher = Callable[[Any], list[bytes]]
 MAX_NAMES: Final = 2**16

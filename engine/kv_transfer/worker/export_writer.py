@@ -22,8 +22,8 @@ from engine.kv_transfer.worker.cache_blocks import (
 )
 from engine.kv_transfer.worker.gpu_arena import GpuArena
 from engine.kv_transfer.worker.mapped_arena import ArenaError, Arenas, SlotTarget
-from engine.kv_types import ExportStatus
 from engine.runtime.feature_guard import Failure, Feature, attempt, feature
+from engine.types.kv import ExportStatus
 
 EXPORT_FEATURE = feature("prompt_kv")
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.multiprocessing import reductions
 
-from engine.kv_types import GpuIpc, GpuMemory
+from engine.types.kv import GpuIpc, GpuMemory
 
 
 class GpuArena:

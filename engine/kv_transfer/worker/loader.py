@@ -25,8 +25,8 @@ from engine.kv_transfer.worker.cache_blocks import (
     packed_order,
 )
 from engine.kv_transfer.worker.mapped_arena import ArenaError, Arenas
-from engine.kv_types import ExportSlot, LoadPiece
 from engine.runtime.feature_guard import Feature, feature
+from engine.types.kv import ExportSlot, LoadPiece
 from kernels.rope_shift import RotaryParams
 from kernels.span_kv_prediction import Observation, predict, shift_keys_of_layers, token_weights
 

@@ -23,7 +23,7 @@ from typing import Final, Protocol
 import torch
 
 from engine.kv_transfer.cache_layout import CacheLayout
-from engine.kv_types import ExportSlot, ExportStatus
+from engine.types.kv import ExportSlot, ExportStatus
 
 ALIGNMENT: Final = 64
 STATUS_BYTES: Final = 8

@@ -16,8 +16,8 @@ from engine.kv_transfer.cache_layout import CacheLayout, split_slot
 from engine.kv_transfer.jobs import ExportJob, PromptExport
 from engine.kv_transfer.worker.export_writer import EXPORT_FEATURE, ExportWriter
 from engine.kv_transfer.worker.gpu_arena import GpuArena
-from engine.kv_types import ExportStatus
 from engine.runtime.feature_guard import Feature, attempt
+from engine.types.kv import ExportStatus
 
 
 class PromptStatuses:

@@ -15,7 +15,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from engine.kv_transfer.cache_layout import CacheLayout, UnsupportedCache
 from engine.kv_transfer.connector import PromptKvConnector, connector_of
-from engine.kv_types import LayerFormat
+from engine.types.kv import LayerFormat
 from kernels.rope_shift import RotaryParams, UnsupportedRotary, parse_rotary
 
 logger = logging.getLogger(__name__)

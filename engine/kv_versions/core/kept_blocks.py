@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypedDict
 
-from engine.feature_stats import KeptKvDropReason
 from engine.kv_versions.request_option import OlderKv, keep_option
+from engine.types.feature_stats import KeptKvDropReason
 
 Groups = Sequence[Sequence[Any]]
 """Blocks of a cache hit in each KV cache group."""
 
 
 class Snapshot(TypedDict):
-    """Counters of `engine.feature_stats.KeptKvStats`."""
+    """Counters of `engine.types.feature_stats.KeptKvStats`."""
 
     num_kept_tokens: int
     num_reused_tokens: int

@@ -15,6 +15,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from engine.errors import StartFailed
 from engine.feature_base import StartSettings
+from engine.feature_settings import AttentionSettings, GraphsSettings, SpeculationSettings
 from engine.features import Features
 from engine.launch.arguments import WORKER_EXTENSION
 from engine.launch.model_files import resolve_served_model
@@ -22,8 +23,8 @@ from engine.launch.processes import VllmProcesses, kill_processes
 from engine.launch.ranks.machines import check_ray
 from engine.launch.vllm_args import check_vllm_args
 from engine.runtime.leftover_files import remove_leftover_shared_memory
-from engine.settings import AttentionSettings, EngineSettings, GraphsSettings, SpeculationSettings
-from engine.types import EngineHealth, EngineStage
+from engine.settings import EngineSettings
+from engine.types.info import EngineHealth, EngineStage
 
 log = logging.getLogger(__name__)
 MAX_KEEPALIVE_PROBES: Final = 60

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from engine.types import SampleRequest
+from engine.types.samples import SampleRequest
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

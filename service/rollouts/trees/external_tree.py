@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from coppice.wire.branching import BranchRequest
-from coppice.wire.columns import TokenLists
+from coppice.wire.columns.token_columns import TokenLists
 from coppice.wire.rollouts import SegmentAnswer, SegmentFinish
 from engine.errors import EngineError
 from engine.protocol.generation import Generation

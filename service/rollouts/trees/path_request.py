@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, replace
 
-from coppice.wire.columns import TokenLists
+from coppice.wire.columns.token_columns import TokenLists
 from coppice.wire.rollouts import SegmentFinish
-from engine.kv_types import ExportSlot
-from engine.types import Completion, SampleRequest
+from engine.types.kv import ExportSlot
+from engine.types.samples import Completion, SampleRequest
 from service.rollouts.group_options import GroupOptions, derive_seed
 from service.rollouts.sample_answer import new_tokens
 from service.rollouts.trees.plan import Plan, distribute_leaves, select_entropy_cuts

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from coppice.wire.columns import TokenColumns, TokenLists
+from coppice.wire.columns.token_columns import TokenColumns, TokenLists
 from coppice.wire.rollouts import SegmentAnswer, SegmentFinish
 from service.errors import SegmentNotFound
 from service.rollouts.sample_answer import answer_fields

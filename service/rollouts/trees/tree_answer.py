@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Sequence
 
-from coppice.wire.logprobs import PromptLogprobs
+from coppice.wire.columns.logprobs import PromptLogprobs
 from coppice.wire.rollouts import GroupAnswer, Outcome, SampleAnswer, SegmentAnswer, SegmentFinish
 from service.rollouts.group import OnPart
 from service.rollouts.group_options import GroupOptions

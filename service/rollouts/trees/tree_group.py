@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Awaitable, Collection, Sequence
 from dataclasses import dataclass, field
 
-from coppice.wire.columns import TokenLists
+from coppice.wire.columns.token_columns import TokenLists
 from coppice.wire.rollouts import GroupAnswer, SegmentFinish
-from engine.kv_types import ExportSlot
 from engine.protocol.generation import Generation
-from engine.types import Completion, SampleRequest
+from engine.types.kv import ExportSlot
+from engine.types.samples import Completion, SampleRequest
 from service.rollouts.group import Group, OnPart
 from service.rollouts.trees.path_request import (
     Budget,

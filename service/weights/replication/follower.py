@@ -9,8 +9,8 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from coppice.wire.kv_versions import ActivationKv
-from engine.types import WEIGHTS
+from coppice.wire.columns.kv_versions import ActivationKv
+from engine.types.samples import WEIGHTS
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import ActivationTarget, ClusterView, RegistryUnavailable
 from service.cluster.replica_status import ReplicaStatus

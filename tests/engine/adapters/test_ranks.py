@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import LoadFailed
-from engine.types import SampleRequest, Sampling
+from engine.types.samples import SampleRequest, Sampling
 from engine.vllm_engine import VllmEngine
 from tests.engine.adapters.peft_adapters import saved, under
 from tests.engine.seedling import BLOCK, settings, teacher_forced

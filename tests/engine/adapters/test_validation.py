@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from engine.errors import CheckpointRefused
-from engine.types import AdapterInfo
+from engine.types.samples import AdapterInfo
 from engine.weights.checkpoint import Checkpoint, read_base_checkpoint
 from engine.weights.validation import check_adapter
 from tests.adapters import MODULE, saved_adapter

@@ -8,7 +8,7 @@ import numpy as np
 from engine.attention.counters import Counters, Snapshot, aggregate_ranks
 from engine.attention.crossover import Crossover
 from engine.attention.grouping import StepGrouper
-from engine.feature_stats import SharedPrefixStats
+from engine.types.feature_stats import SharedPrefixStats
 from tests.engine.attention.block_tables import BLOCK, table_of
 
 NEVER = Crossover(stock=(0, 0, 0), shared=(1, 0, 0, 0, 0, 0))

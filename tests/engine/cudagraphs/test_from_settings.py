@@ -10,9 +10,10 @@ from engine.cudagraphs.from_settings import graph_memory, plan_for_start
 from engine.cudagraphs.installed_plan import graph_plan
 from engine.cudagraphs.planner import Plan
 from engine.cudagraphs.shapes import decode
-from engine.feature_stats import CudaGraphStats
+from engine.feature_settings import AttentionSettings, GraphsSettings, SpeculationSettings
 from engine.launch.environment import NO_SPECULATION, engine_environment
-from engine.settings import AttentionSettings, EngineSettings, GraphsSettings, SpeculationSettings
+from engine.settings import EngineSettings
+from engine.types.feature_stats import CudaGraphStats
 from tests.engine.cudagraphs.managers import SEEDLING
 
 BUDGETED = GraphsSettings(budget_bytes=2**26)

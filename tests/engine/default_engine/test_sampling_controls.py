@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from engine.errors import SamplingRefused
-from engine.types import ChatRequest, Completion, SampleRequest, Sampling, StructuredOutputs
+from engine.types.chat import ChatRequest
+from engine.types.samples import Completion, SampleRequest, Sampling, StructuredOutputs
 from engine.vllm_engine import VllmEngine
 from tests.engine.controlled_sampling import controlled_logprobs
 from tests.engine.seedling import reference

@@ -9,7 +9,7 @@ import httpx
 import numpy as np
 import pytest
 
-from coppice.wire.support import GivenSupport, decode_mask, rows_of
+from coppice.wire.columns.support import GivenSupport, decode_mask, rows_of
 from tests.service.trees import check_tree, path
 from tests.serving import Served
 

@@ -13,8 +13,9 @@ import torch
 from prometheus_client import REGISTRY
 
 from engine.errors import CheckpointRefused, RequestRefused
-from engine.feature_stats import CudaGraphStats
-from engine.types import ChatRequest, Completion, SampleRequest, Sampling, TopLogprobs
+from engine.types.chat import ChatRequest
+from engine.types.feature_stats import CudaGraphStats
+from engine.types.samples import Completion, SampleRequest, Sampling, TopLogprobs
 from engine.vllm_engine import VllmEngine
 from tests.engine.seedling import BLOCK, MODEL, reference, settings, teacher_forced
 

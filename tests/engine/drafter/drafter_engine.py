@@ -11,7 +11,7 @@ from engine.attention import register as attention
 from engine.drafter.acceptance_by_version import Snapshot
 from engine.drafter.core.engine_core_methods import counted
 from engine.drafter.core.scheduler_hooks import DraftingHooks
-from engine.settings import AttentionSettings, SpeculationSettings
+from engine.feature_settings import AttentionSettings, SpeculationSettings
 from engine.speculation import process_settings
 from engine.speculation.controller import Controller
 from engine.speculation.counters import Snapshot as SpeculationSnapshot

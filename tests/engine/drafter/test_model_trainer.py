@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from engine.drafter.trainer.messages import Sample, encode_top_k, top_k_of
 from engine.drafter.trainer.model_trainer import ModelTrainer
 from engine.drafter.trainer.packing import PackedBatch, pack
-from engine.types import TokenLogprob
+from engine.types.samples import TokenLogprob
 
 SAMPLE = Sample(version="v", prompt=[3, 4, 5], response=[6, 7, 8, 9, 6, 7, 8, 9])
 

@@ -8,7 +8,7 @@ import torch
 
 from engine.drafter.trainer.messages import TOP_K, Sample, encode_top_k, top_k_of
 from engine.drafter.trainer.packing import IGNORE_INDEX, pack
-from engine.types import TokenLogprob
+from engine.types.samples import TokenLogprob
 
 SAMPLES = [
     Sample(version="v", prompt=[1, 2, 3], response=[4, 5]),

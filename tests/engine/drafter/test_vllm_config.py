@@ -6,8 +6,8 @@ import pytest
 
 from engine.cudagraphs.planner import Plan
 from engine.cudagraphs.shapes import decode, mixed
+from engine.feature_settings import SpeculationSettings
 from engine.launch.arguments import engine_arguments
-from engine.settings import SpeculationSettings
 from engine.speculation.startup import resolve_mode
 from tests.engine.seedling import MODEL, settings
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from coppice.wire.rollouts import PromptSpan
-from engine.kv_types import ExportSlot, KvLoad
+from engine.types.kv import ExportSlot, KvLoad
 from service.kv_reuse.prompt_sections import joined
 from service.kv_reuse.splicing import TokenRun, build_load, prefill_lengths, token_runs
 from tests.arena import TestArena

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from coppice.wire.rollouts import PromptSpan
-from engine.kv_types import ExportSlot, KvLoad
+from engine.types.kv import ExportSlot, KvLoad
 from service.kv_reuse.observed_prompt_selection import (
     distance,
     find_candidates,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.kv_transfer.worker.mapped_arena import ArenaError, MappedArena
-from engine.kv_types import ExportStatus
+from engine.types.kv import ExportStatus
 
 SIZE = 8192
 

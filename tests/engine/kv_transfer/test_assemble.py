@@ -10,7 +10,7 @@ import torch
 from engine.kv_transfer.cache_layout import CacheLayout
 from engine.kv_transfer.worker.loader import SpanAssembler
 from engine.kv_transfer.worker.mapped_arena import Arenas
-from engine.kv_types import ExportSlot, LoadPiece, ObservedKv
+from engine.types.kv import ExportSlot, LoadPiece, ObservedKv
 from kernels.rope_shift import RotaryParams, parse_rotary
 from kernels.span_kv_prediction import Observation
 from tests.arena import TestArena

@@ -10,7 +10,7 @@ import torch
 
 from engine.kv_transfer.worker.loader import MAX_PREDICTED_TOKENS, SpanAssembler, group_runs
 from engine.kv_transfer.worker.mapped_arena import Arenas
-from engine.kv_types import ExportSlot, LoadPiece, ObservedKv
+from engine.types.kv import ExportSlot, LoadPiece, ObservedKv
 from kernels.rope_shift import parse_rotary
 from tests.arena import TestArena
 from tests.engine.kv_transfer.export_models import kv_format

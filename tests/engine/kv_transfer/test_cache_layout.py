@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.kv_types import ExportSlot, KvFormat
+from engine.types.kv import ExportSlot, KvFormat
 from service.prompt_kv.layout import LayoutFactory
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from engine.io.request_params import sampling_params
-from engine.kv_types import KvLoad
 from engine.sampling_support import sampling_hooks
-from engine.types import SampleRequest, Sampling, StructuredOutputs
+from engine.types.kv import KvLoad
+from engine.types.samples import SampleRequest, Sampling, StructuredOutputs
 from service.kv_reuse.prompt_sections import joined
 from service.kv_reuse.splicing import prefill_lengths
 from tests.arena import TestArena

@@ -16,8 +16,8 @@ from engine.kv_transfer.worker.cuda_blocks import (
 )
 from engine.kv_transfer.worker.cuda_host_memory import WorkThread, registration_failure
 from engine.kv_transfer.worker.mapped_arena import Arenas, SlotTarget
-from engine.kv_types import ExportSlot
 from engine.runtime.feature_guard import Failure
+from engine.types.kv import ExportSlot
 from kernels.kv_gather_cuda import LayerCaches, UnsupportedCaches, split_parts
 from tests.engine.kv_transfer import fake_cuda
 from tests.engine.kv_transfer.fake_cuda import (

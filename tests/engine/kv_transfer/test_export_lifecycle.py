@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.kv_types import ExportSlot, ExportStatus
+from engine.types.kv import ExportSlot, ExportStatus
 from tests.arena import TestArena
 from tests.engine.kv_transfer.export_models import (
     COMMITTED,

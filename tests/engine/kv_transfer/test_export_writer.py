@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.kv_types import ExportSlot, ExportStatus
 from engine.runtime.feature_guard import Feature
+from engine.types.kv import ExportSlot, ExportStatus
 from tests.arena import TestArena
 from tests.engine.kv_transfer.export_models import COMMITTED, exported
 from tests.fake_export import FORMAT

@@ -14,8 +14,8 @@ from engine.kv_transfer.jobs import ExportJob
 from engine.kv_transfer.worker import cuda_host_memory
 from engine.kv_transfer.worker.export_writer import ExportWriter
 from engine.kv_transfer.worker.gpu_arena import GpuArena
-from engine.kv_types import ExportSlot, ExportStatus, GpuMemory
 from engine.runtime.feature_guard import Feature
+from engine.types.kv import ExportSlot, ExportStatus, GpuMemory
 from tests.engine.kv_transfer import fake_cuda
 from tests.engine.kv_transfer.fake_cuda import HEADS, LAYERS, SIZE, TOKENS, Registry, caches, layout
 from tests.kernels.kv_layout_reference import slow_gather

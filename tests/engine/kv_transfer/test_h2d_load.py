@@ -14,8 +14,8 @@ from engine.kv_transfer.worker.cuda_host_memory import direct_read_failure
 from engine.kv_transfer.worker.cuda_writer import CudaBlockWriter, PinnedRing
 from engine.kv_transfer.worker.loader import Loader
 from engine.kv_transfer.worker.mapped_arena import Arenas
-from engine.kv_types import ExportSlot, LoadPiece
 from engine.runtime.feature_guard import Feature
+from engine.types.kv import ExportSlot, LoadPiece
 from kernels.rope_shift import parse_rotary
 from tests.engine.kv_transfer import fake_cuda
 from tests.engine.kv_transfer.fake_cuda import (

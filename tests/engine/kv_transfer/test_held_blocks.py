@@ -8,7 +8,7 @@ from vllm.v1.core.block_pool import BlockPool
 
 from engine.kv_transfer.core.export_planner import HeldBlocks
 from engine.kv_transfer.jobs import EndedExports, PromptExport
-from engine.kv_types import ExportSlot, ExportStatus
+from engine.types.kv import ExportSlot, ExportStatus
 
 
 def pool_of(num_blocks: int = 8) -> Any:

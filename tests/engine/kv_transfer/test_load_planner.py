@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.kv_transfer.core.load_planner import MAX_WAIT_SECONDS, LoadPlanner
-from engine.kv_types import ExportSlot, KvLoad, LoadPiece, ObservedKv
+from engine.types.kv import ExportSlot, KvLoad, LoadPiece, ObservedKv
 from tests.engine.kv_transfer.test_loader_step import FORM
 
 BLOCK = FORM.block_size

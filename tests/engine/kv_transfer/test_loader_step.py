@@ -7,8 +7,8 @@ import torch
 from engine.kv_transfer.cache_layout import CacheLayout
 from engine.kv_transfer.jobs import LoadJob
 from engine.kv_transfer.worker.loader import Loader
-from engine.kv_types import ExportSlot, LoadPiece
 from engine.runtime.feature_guard import feature
+from engine.types.kv import ExportSlot, LoadPiece
 
 FORM = CacheLayout(
     group=0,

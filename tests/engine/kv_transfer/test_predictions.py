@@ -16,8 +16,8 @@ from bench.harness.hf_kv_prediction import HfPredictor
 from bench.harness.hf_splice import HfAssembler
 from coppice.wire.rollouts import PromptSpan
 from engine.kv_transfer.worker.loader import group_runs
-from engine.kv_types import KvLoad, LoadPiece
 from engine.runtime.feature_guard import features
+from engine.types.kv import KvLoad, LoadPiece
 from service.kv_reuse.prompt_sections import joined
 from tests.arena import TestArena
 from tests.engine.kv_transfer.export_models import (

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kv_types import ExportSlot, ExportStatus, KvFormat
 from engine.runtime.feature_guard import Feature
+from engine.types.kv import ExportSlot, ExportStatus, KvFormat
 from tests.arena import TestArena
 from tests.engine.kv_transfer.export_models import COMMITTED, PENDING
 

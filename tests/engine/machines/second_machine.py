@@ -19,7 +19,8 @@ import psutil
 import pytest
 import yaml
 
-from engine.settings import EngineSettings, SpeculationSettings
+from engine.feature_settings import SpeculationSettings
+from engine.settings import EngineSettings
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[3]

@@ -11,6 +11,7 @@ from engine.cudagraphs.planner import Plan
 from engine.cudagraphs.shapes import GraphShape
 from engine.errors import StartFailed
 from engine.feature_base import StartSettings
+from engine.feature_settings import AttentionSettings, SpeculationSettings
 from engine.features import Features
 from engine.launch.environment import (
     intel_openmp_library,
@@ -35,7 +36,7 @@ from engine.launch.ranks.machines import (
     network_variables,
     set_network_variables,
 )
-from engine.settings import AttentionSettings, EngineSettings, SpeculationSettings
+from engine.settings import EngineSettings
 
 TWO: dict[str, Any] = {"nnodes": 2, "tensor_parallel_size": 2}
 RAY: dict[str, Any] = {"distributed_executor_backend": "ray", "tensor_parallel_size": 2}

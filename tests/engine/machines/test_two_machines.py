@@ -16,9 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.errors import EngineDead, LoadFailed, StartFailed
-from engine.feature_stats import SpeculationStats
-from engine.settings import EngineSettings, SpeculationSettings
-from engine.types import KV_CACHE, WEIGHTS, Completion, SampleRequest, Sampling, TokenDelta
+from engine.feature_settings import SpeculationSettings
+from engine.settings import EngineSettings
+from engine.types.feature_stats import SpeculationStats
+from engine.types.samples import KV_CACHE, WEIGHTS, Completion, SampleRequest, Sampling, TokenDelta
 from engine.vllm_engine import VllmEngine
 from tests.engine.adapters.peft_adapters import saved, under
 from tests.engine.greedy import assert_greedy

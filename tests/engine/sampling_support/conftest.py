@@ -29,8 +29,8 @@ def engine(
 ) -> Iterator[LiveEngine]:
     """An engine without drafts, and one that verifies drafts in nearly every step."""
     from engine.attention import register as attention
+    from engine.feature_settings import AttentionSettings
     from engine.sampling_support import sampling_hooks
-    from engine.settings import AttentionSettings
     from tests.engine.speculation.drafting_engine import drafting_engine
     from tests.engine.stepped_engine import live_engine
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from coppice.wire.support import decode_mask
+from coppice.wire.columns.support import decode_mask
 from engine.sampling_support.further_logprobs import FurtherLogprobs, LogprobValues
 from engine.sampling_support.step import SUPPORT_ARG
 from engine.speculation.counters import COUNTERS

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from coppice.train import LogitAdjustments, sampled_logprobs
-from coppice.wire.support import Support, decode_ids, decode_mask
+from coppice.wire.columns.support import Support, decode_ids, decode_mask
 from engine.sampling_support.step import SUPPORT_ARG
 from engine.speculation.counters import COUNTERS
 from engine.speculation.request_table import GROUP_ARG

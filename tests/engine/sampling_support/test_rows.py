@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from coppice.wire.support import (
+from coppice.wire.columns.support import (
     GivenSupport,
     SupportAnswer,
     decode_ids,

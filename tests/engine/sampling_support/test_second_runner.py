@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from coppice.wire.support import decode_ids
+from coppice.wire.columns.support import decode_ids
 from engine.sampling_support import second_runner
 from engine.sampling_support.further_logprobs import FurtherLogprobs, LogprobValues
 from engine.sampling_support.step import SUPPORT_ARG, StepSupport, rows_of

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
+from engine.feature_settings import SpeculationSettings
 from engine.launch.arguments import engine_arguments
-from engine.settings import SpeculationSettings
 from engine.speculation.controller import Controller
 from engine.speculation.core.scheduler_drafts import SchedulerDrafts
 from engine.speculation.counters import Counters

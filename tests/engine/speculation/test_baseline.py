@@ -12,9 +12,9 @@ from vllm.platforms import current_platform
 from engine.attention import register as attention
 from engine.drafter.core.draft_length import DraftLengthPolicy
 from engine.errors import StartFailed
-from engine.feature_stats import FeatureStatus
+from engine.feature_settings import AttentionSettings, GraphsSettings, SpeculationSettings
 from engine.runtime.installed_settings import CACHE_ENV
-from engine.settings import AttentionSettings, EngineSettings, GraphsSettings, SpeculationSettings
+from engine.settings import EngineSettings
 from engine.speculation import baseline, process_settings, startup
 from engine.speculation.baseline import (
     GainPrediction,
@@ -32,6 +32,7 @@ from engine.speculation.core.baseline_methods import (
 )
 from engine.speculation.cost import Step, StepCostModel
 from engine.speculation.feature import with_prediction
+from engine.types.feature_stats import FeatureStatus
 from tests.engine.seedling import settings as seedling_settings
 
 LOSS = GainPrediction(best_speedup=0.9, overhead=1.5)

@@ -10,7 +10,7 @@ import pytest
 from engine.io.request_params import sampling_params
 from engine.sampling_support import sampling_hooks
 from engine.speculation.proposer import Proposer
-from engine.types import SampleRequest, Sampling, StructuredOutputs
+from engine.types.samples import SampleRequest, Sampling, StructuredOutputs
 from tests.engine.seedling import MODEL
 from tests.engine.speculation.drafting_engine import drafting_engine
 from tests.engine.stepped_engine import Answer, LiveEngine

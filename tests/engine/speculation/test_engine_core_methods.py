@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from engine.attention import register
+from engine.feature_settings import AttentionSettings, SpeculationSettings
 from engine.runtime.installed_settings import CACHE_ENV
-from engine.settings import AttentionSettings, SpeculationSettings
 from engine.speculation import process_settings
 from engine.speculation.baseline import profile_cache
 from engine.speculation.core import engine_core_methods as methods

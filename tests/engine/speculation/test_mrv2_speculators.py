@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from engine.drafter.worker import draft_speculator
+from engine.feature_settings import SpeculationMode, SpeculationSettings
 from engine.launch import mrv2_speculators
-from engine.settings import SpeculationMode, SpeculationSettings
 from engine.speculation import process_settings
 from engine.speculation.worker import gpu_speculator
 

@@ -12,16 +12,16 @@ from vllm.platforms import current_platform
 from engine.attention import register
 from engine.errors import StartFailed
 from engine.feature_base import StartSettings
-from engine.feature_stats import FeatureStatus
+from engine.feature_settings import AttentionSettings, SpeculationSettings
 from engine.features import Features
 from engine.launch import processes
 from engine.launch.arguments import WORKER_EXTENSION, engine_arguments
-from engine.settings import AttentionSettings, SpeculationSettings
 from engine.speculation import startup
 from engine.speculation.baseline import profile_key
 from engine.speculation.cost import Profile, ProfileCache, Step, draft_lengths, profile_batches
 from engine.speculation.feature import Speculation
 from engine.speculation.startup import find_obstacle, resolve_mode
+from engine.types.feature_stats import FeatureStatus
 from kernels.draft_index.store import is_built
 from tests.engine.seedling import MODEL, settings
 

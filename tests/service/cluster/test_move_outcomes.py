@@ -8,7 +8,7 @@ from typing import Any, Self
 import httpx
 import pytest
 
-from coppice.wire.columns import TokenColumns, TokenLists
+from coppice.wire.columns.token_columns import TokenColumns, TokenLists
 from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.registry import RegistryUnavailable, Replica
 from service.config.allowed_peers import Peers

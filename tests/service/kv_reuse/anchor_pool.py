@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from coppice.wire.rollouts import PromptSpan
-from engine.kv_types import ExportStatus
+from engine.types.kv import ExportStatus
 from service.kv_reuse.observed_prompts import Anchor, AnchorStore
 from service.kv_reuse.prompt_sections import PromptTemplate, Scope, template_of
 from service.kv_reuse.span_cache import CacheEntry, SpanCache

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coppice.wire.rollouts import PromptSpan
-from engine.kv_types import ExportSlot, KvFormat
+from engine.types.kv import ExportSlot, KvFormat
 from service.kv_reuse.observed_prompt_selection import (
     MAX_ANCHORS_PER_SECTION,
     AnchorSelection,

@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 from coppice.wire.rollouts import PromptSpan
-from engine.kv_types import ExportStatus
+from engine.types.kv import ExportStatus
 from service.kv_reuse.observed_prompt_selection import DistanceCache
 from service.kv_reuse.observed_prompts import (
     EVICTION_WINDOW,

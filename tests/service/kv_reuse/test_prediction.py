@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from engine.kv_types import ExportStatus
-from engine.types import SampleRequest
+from engine.types.kv import ExportStatus
+from engine.types.samples import SampleRequest
 from service.kv_reuse.observed_prompts import MAX_ANCHORS_PER_CONTEXT
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import bearer, write_keys

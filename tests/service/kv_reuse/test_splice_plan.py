@@ -4,7 +4,7 @@ from typing import Any, cast
 
 import pytest
 
-from engine.types import Completion, SampleRequest, Sampling
+from engine.types.samples import Completion, SampleRequest, Sampling
 from service.kv_reuse.splicing import SplicePlan
 
 ENDS = (16, 240)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.kv_types import ExportStatus
+from engine.types.kv import ExportStatus
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import bearer, write_keys
 from tests.service.kv_reuse.span_requests import ASK, OWN, TALE, TOOL, placed, post_rollout, reusing

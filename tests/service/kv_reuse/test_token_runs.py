@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coppice.wire.rollouts import PromptSpan
-from engine.kv_types import ExportSlot
+from engine.types.kv import ExportSlot
 from service.kv_reuse.splicing import TokenRun, build_load, prefill_lengths, token_runs
 
 PARTS = st.lists(

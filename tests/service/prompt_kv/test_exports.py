@@ -11,8 +11,8 @@ from safetensors.numpy import load, save
 
 from coppice.wire.kv import KvReason
 from engine.errors import EngineDead
-from engine.kv_types import ExportStatus
-from engine.types import EngineInfo
+from engine.types.info import EngineInfo
+from engine.types.kv import ExportStatus
 from service.prompt_kv.slots import SlotState
 from tests.fake_engine import FakeEngine
 from tests.fake_export import fake_kv

@@ -8,7 +8,7 @@ import pytest
 from coppice.errors import BadAnswer
 from coppice.prompt_kv.file_layout import layout_of
 from coppice.wire.kv import KvHandle
-from engine.kv_types import KvFormat, LayerFormat
+from engine.types.kv import KvFormat, LayerFormat
 from service.prompt_kv.layout import Layout, LayoutFactory, layer_shapes
 
 WINDOWED = LayerFormat(num_kv_heads=2, head_dim=32, window=20, block_size=16, region=0)

@@ -9,8 +9,8 @@ import pytest
 
 from coppice import AsyncRollouts, Branching, Kv, KvSource, PromptKV
 from coppice.results import result_of_packed
-from coppice.wire.packed_requests import PACKED_MEDIA_TYPE
-from coppice.wire.result_formats import unpack
+from coppice.wire.packed.requests import PACKED_MEDIA_TYPE
+from coppice.wire.packed.results import unpack
 from tests.fake_engine import FakeEngine
 from tests.fake_export import fake_kv
 from tests.service.prompt_kv.test_exports import activate_weights, data, exporting

@@ -9,12 +9,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.types import (
-    ChatRequest,
-    ChatResponse,
+from engine.types.chat import ChatRequest, ChatResponse
+from engine.types.info import EngineInfo
+from engine.types.samples import (
     Completion,
     EngineFinishReason,
-    EngineInfo,
     SampleRequest,
     TokenDelta,
     VersionSpan,

@@ -21,7 +21,7 @@ from vllm.renderers.registry import renderer_from_config
 
 from engine.io.chat_conversion import ChatProcessor
 from engine.settings import EngineSettings
-from engine.types import ChatRequest
+from engine.types.chat import ChatRequest
 from tests.compat.programs import ROOT, install
 from tests.engine.seedling import MODEL
 

@@ -6,9 +6,9 @@ from typing import Any, cast
 
 import pytest
 
-from coppice.wire.columns import TokenColumns
+from coppice.wire.columns.token_columns import TokenColumns
 from coppice.wire.rollouts import SegmentFinish
-from engine.types import ChatRequest
+from engine.types.chat import ChatRequest
 from service.fair_threads import FairThreads
 from service.rollouts.tokenizer import Tokenizer
 from service.sessions.history import Conversations, RecordedCall

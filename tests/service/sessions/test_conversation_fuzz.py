@@ -15,11 +15,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from coppice.wire.columns import TokenColumns
+from coppice.wire.columns.support import Support
+from coppice.wire.columns.token_columns import TokenColumns
+from coppice.wire.columns.versions import VersionSpan
 from coppice.wire.rollouts import GroupAnswer, SegmentAnswer, SegmentFinish
-from coppice.wire.support import Support
-from coppice.wire.versions import VersionSpan
-from engine.types import ChatRequest
+from engine.types.chat import ChatRequest
 from service.errors import ServiceError
 from service.fair_threads import FairThreads
 from service.rollouts.tokenizer import Tokenizer

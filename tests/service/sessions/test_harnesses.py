@@ -11,7 +11,7 @@ from anthropic import AsyncAnthropic, beta_async_tool
 from mcp import Client
 from mcp.server.mcpserver import MCPServer
 
-from engine.types import Completion, SampleRequest
+from engine.types.samples import Completion, SampleRequest
 from tests.compat.programs import install, run_client_program
 from tests.service.sessions.agents import training
 from tests.service.sessions.harness import (

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.types import ChatRequest
+from engine.types.chat import ChatRequest
 from service.sessions.history import MAX_PARSED_CHARS, Conversations, Match, RecordedCall
 from service.sessions.prompts import chat_prompt
 from service.sessions.segment import Segment

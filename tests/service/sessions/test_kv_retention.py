@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.feature_stats import KvRetentionStats
+from engine.types.feature_stats import KvRetentionStats
 from service.sessions.kv_release import KvReleaseQueue
 from tests.fake_engine import FakeEngine
 from tests.service.sessions.agents import Agent, training

@@ -11,7 +11,7 @@ import anthropic
 import openai
 import pytest
 
-from engine.types import ChatRequest, ChatResponse
+from engine.types.chat import ChatRequest, ChatResponse
 from service.cluster.in_memory import InMemoryRegistry
 from service.sessions.history import Conversations
 from tests.fake_engine import FakeEngine

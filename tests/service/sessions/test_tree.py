@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from coppice.wire.columns import TokenColumns, TokenLists
+from coppice.wire.columns.support import Support
+from coppice.wire.columns.token_columns import TokenColumns, TokenLists
+from coppice.wire.columns.versions import VersionSpan
 from coppice.wire.rollouts import GroupAnswer, SegmentFinish
-from coppice.wire.support import Support
-from coppice.wire.versions import VersionSpan
 from service.sessions.segment import Segment
 from service.sessions.tree import SessionTree
 

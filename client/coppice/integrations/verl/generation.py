@@ -14,7 +14,7 @@ from coppice.integrations.version_labels import step_of
 from coppice.operations.rollouts import AsyncPending
 from coppice.results import Group, Sample
 from coppice.rollout_options import RolloutOptions
-from coppice.wire.support import Support, SupportAnswer, joined_support, rows_of
+from coppice.wire.columns.support import Support, SupportAnswer, joined_support, rows_of
 
 _NO_PENALTIES = "reward repetition less, since verl's actor computes logprobs without penalties"
 _ALTERNATIVES = {

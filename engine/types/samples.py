@@ -1,34 +1,23 @@
-"""Value types of the engine interface: requests, completions, chat, adapters, info and health."""
+"""Value types of the engine interface: requests, completions, adapters, pauses and sleep."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.feature_stats import FeatureStatus
-from engine.kv_types import ExportSlot, GpuMemory, KvFormat, KvLoad
+from engine.types.kv import ExportSlot, KvLoad
 
 PauseMode = Literal["abort", "wait", "keep"]
 ActivationMode = Literal["keep", "recompute", "wait", "abort"]
-EngineStage = Literal["starting", "serving", "activating", "sleeping", "stopping", "dead"]
 SleepLevel = Literal[1, 2]
 """Level of vLLM's sleep mode: 1 keeps the weights in host memory, 2 drops them."""
 SleepTag = Literal["weights", "kv_cache"]
 """Part of the engine's memory, with vLLM's name."""
 WEIGHTS: Final[SleepTag] = "weights"
 KV_CACHE: Final[SleepTag] = "kv_cache"
-TruncationSide = Literal["left", "right"]
 EngineFinishReason = Literal["stop", "length", "abort", "error"]
-KvReason = Literal["disabled", "unsupported_cache"]
-KeptKvReason = Literal["prefix_caching_off", "kv_offloading", "unsupported_cache"]
-"""Reason why no KV can be kept across weights updates.
-
-prefix_caching_off: KV is kept in the prefix cache. kv_offloading: the versions of offloaded KV are
-not known. unsupported_cache: the model has states of many positions, such as those of Mamba layers.
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,75 +247,10 @@ class AdapterInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatRequest:
-    """Chat messages in OpenAI's format.
-
-    Only the `template_options` listed in `EngineInfo.template_variables` are rendered; others are
-    ignored. With `continue_final_message` the prompt ends with the last message, which the response
-    goes on with. With `truncate_prompt_tokens` only that many tokens are kept (`truncated`).
-    """
-
-    messages: Sequence[Mapping[str, Any]]
-    tools: Sequence[Mapping[str, Any]] = ()
-    template_options: Mapping[str, Any] = field(default_factory=dict)
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    truncate_prompt_tokens: int | None = None
-    truncation_side: TruncationSide = "left"
-
-
-def truncated(token_ids: list[int], number: int | None, side: TruncationSide) -> list[int]:
-    """Last `number` tokens of a prompt, or the first ones if the right side is truncated."""
-    if number is None or number >= len(token_ids):
-        return token_ids
-    return token_ids[-number:] if side == "left" else token_ids[:number]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCall:
-    """A tool call in a response. `arguments` is the JSON text that the model generated."""
-
-    id: str
-    name: str
-    arguments: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCallPart:
-    """Text that a part of a response adds to its tool call of this index.
-
-    The first part of a call has its id and its name; `is_whole` if it has all arguments, too.
-    """
-
-    index: int
-    arguments: str
-    id: str | None = None
-    name: str | None = None
-    is_whole: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatResponse:
-    """A chat response, split into content, reasoning and tool calls.
-
-    `parsed` is false if a parser failed; then the whole text is the content. Of a part of a
-    response, content and reasoning are the text that the part adds, and `tool_call_parts` what it
-    adds to tool calls. `num_reasoning_tokens` is that of a whole response.
-    """
-
-    content: str | None
-    reasoning: str | None = None
-    tool_calls: tuple[ToolCall, ...] = ()
-    tool_call_parts: tuple[ToolCallPart, ...] = ()
-    num_reasoning_tokens: int = 0
-    parsed: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenValues:
     """Values of the tokens of a sample, one per token; None if they were not requested.
 
-    `support` has encoded sets of token ids (`coppice.wire.support`).
+    `support` has encoded sets of token ids (`coppice.wire.columns.support`).
     """
 
     token_ids: list[int]
@@ -364,82 +288,4 @@ class Completion(TokenValues):
     token, which the model has not read."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineInfo:
-    """Properties of a running engine, constant from start to stop."""
-
-    model: str
-    """Served model name."""
-    model_given: str
-    """The `model` setting, possibly a path. Accepted in requests, never returned in responses."""
-    model_path: Path
-    dtype: str
-    device: Literal["cpu", "cuda"]
-    block_size: int
-    num_blocks: int
-    kv_bytes_per_token: int
-    max_context_tokens: int
-    max_sequences: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    tensor_parallel_size: int
-    pipeline_parallel_size: int
-    data_parallel_size: int
-    """Number of engines. Each has `max_sequences` samples and its share of the `num_blocks`."""
-    cpu_threads: int | None
-    vllm_version: str
-    kv_format: KvFormat | None = None
-    """Layout of exported prompt KV. None if prompts cannot be exported; `kv_reason` says why."""
-    kv_reason: KvReason | None = None
-    kv_gpu_memory: tuple[GpuMemory, ...] = ()
-    """GPU memory in which exported KV can stay, of every rank that exports, if there is any."""
-    kept_kv_reason: KeptKvReason | None = None
-    """Reason why requests cannot have `kept_kv`; None if they can."""
-    can_sleep: bool = False
-    max_adapters: int = 0
-    """Maximum number of loaded adapters. 0 disables adapters."""
-    max_adapter_rank: int = 0
-    returns_routed_experts: bool = False
-    max_logprobs: int = 0
-    """Maximum number of top logprobs per token in a request."""
-    template_variables: frozenset[str] = frozenset()
-    """Names in `ChatRequest.template_options` that the chat template uses."""
-    features: tuple[FeatureStatus, ...] = ()
-    """Optional features of the engine, as decided at its start."""
-    """Label that is the same for engines with the same model and vocabulary.
-
-    None if the engine drafts nothing from a draft store.
-    """
-    max_token_chars: int | None = None
-    """Maximum characters of text per token.
-
-    A text longer than this times the context length cannot fit. None if unknown.
-    """
-
-
 FinishedListener = Callable[[SampleRequest, Completion], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartPhase:
-    """Current phase of a start, such as compiling, and how far it is, if that is known."""
-
-    name: str
-    seconds: float
-    num_done: int | None = None
-    num_total: int | None = None
-
-    def __str__(self) -> str:
-        progress = "" if self.num_total is None else f" ({self.num_done} of {self.num_total})"
-        return f"{self.name}, {self.seconds:.0f} s{progress}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineHealth:
-    """Liveness of the engine: its stage and the seconds since the last heartbeat."""
-
-    stage: EngineStage
-    alive: bool
-    age_seconds: float
-    reason: str | None = None
-    start_phase: StartPhase | None = None

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, Field
 
 from coppice.wire.base import ABSENT, MAX_TOKENS, UNUSED, AnswerModel, RequestModel, TokenIds
-from coppice.wire.column_kinds import (
+from coppice.wire.columns.kinds import (
     Experts,
     Kind,
     KvSpans,
@@ -22,11 +22,11 @@ from coppice.wire.column_kinds import (
     Tensors,
     Values,
 )
-from coppice.wire.kv_versions import GivenKvSpan, KvVersions, KvVersionSpan
-from coppice.wire.logprobs import Logprobs, OptionalLogprobs, TokenLogprobs
-from coppice.wire.routed_experts import RoutedExperts
-from coppice.wire.support import GivenSupport, Support, SupportAnswer
-from coppice.wire.versions import GivenSpan, VersionSpan
+from coppice.wire.columns.kv_versions import GivenKvSpan, KvVersions, KvVersionSpan
+from coppice.wire.columns.logprobs import Logprobs, OptionalLogprobs, TokenLogprobs
+from coppice.wire.columns.routed_experts import RoutedExperts
+from coppice.wire.columns.support import GivenSupport, Support, SupportAnswer
+from coppice.wire.columns.versions import GivenSpan, VersionSpan
 
 Ints = TypeVar("Ints", bound=Sized)
 Floats = TypeVar("Floats", bound=Sized)

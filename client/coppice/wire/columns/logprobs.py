@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from coppice.wire.base import AnswerModel, JsonInteger, TokenId
-from coppice.wire.packed_requests import LOGPROBS, given_list, serialized_list
+from coppice.wire.packed.requests import LOGPROBS, given_list, serialized_list
 
 MAX_TOP_LOGPROBS = 1024
 NumTopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), JsonInteger()]

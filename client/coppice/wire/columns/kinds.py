@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coppice.wire.kv_versions import KvVersionSpan, cut_kv_versions, joined_kv_versions
-from coppice.wire.logprobs import TokenLogprobs
-from coppice.wire.routed_experts import RoutedExperts
-from coppice.wire.support import ALL, Support, rows_of, split_rows, support_answer
-from coppice.wire.versions import VersionSpan, cut_spans, joined_spans
+from coppice.wire.columns.kv_versions import KvVersionSpan, cut_kv_versions, joined_kv_versions
+from coppice.wire.columns.logprobs import TokenLogprobs
+from coppice.wire.columns.routed_experts import RoutedExperts
+from coppice.wire.columns.support import ALL, Support, rows_of, split_rows, support_answer
+from coppice.wire.columns.versions import VersionSpan, cut_spans, joined_spans
 
 Tensors = dict[str, NDArray[Any]]
 Part = tuple[Any, int]

@@ -4,7 +4,7 @@
     offsets   int64    [responses + 1]  response i owns offsets[i]:offsets[i + 1]
 
 The tables `top_logprobs` and `given_logprobs`, if requested, have a position per token, in the
-format of `result_formats`. The metadata's `answer` is the ScoreAnswer with these arrays empty.
+format of `results`. The metadata's `answer` is the ScoreAnswer with these arrays empty.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save
 
 from coppice.safetensors_io import load_arrays, parse_header
-from coppice.wire.column_kinds import NO_ENTRIES, Tables, Tensors, tables_of
+from coppice.wire.columns.kinds import NO_ENTRIES, Tables, Tensors, tables_of
 from coppice.wire.score import ScoreAnswer, ScoredItem, ScoredResponse
 
 _TABLES = ("top_logprobs", "given_logprobs")

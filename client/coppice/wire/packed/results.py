@@ -11,7 +11,7 @@ A packed result is a safetensors file with arrays as tensors and the rest as JSO
     entropy    float32  [tokens]        NaN where missing; absent if no token has any
     raw_logprobs     float32  [tokens]  absent if they were not requested
     support_lengths  uint32  [tokens]   bytes of each token's support; absent if there are none
-    support_data     uint8   [bytes]    the supports (`coppice.wire.support`), one after another
+    support_data     uint8   [bytes]    the supports (`wire/columns/support.py`), in sequence
 
 `routed_experts` [positions, layers, experts per token] has the rows of all samples with experts.
 `top_logprobs` and `given_logprobs`, if they were requested, are tables with a position per token.
@@ -37,10 +37,16 @@ from safetensors.numpy import save
 
 from coppice.safetensors_io import load_arrays, parse_header
 from coppice.wire.base import AnswerModel
-from coppice.wire.column_kinds import NO_ENTRIES, Tables, Tensors, split, tables_of
-from coppice.wire.columns import TokenArrays, column_tensors, columns_of_tensors, without_tensors
+from coppice.wire.columns.kinds import NO_ENTRIES, Tables, Tensors, split, tables_of
+from coppice.wire.columns.logprobs import PromptLogprobs
+from coppice.wire.columns.token_columns import (
+    TokenArrays,
+    column_tensors,
+    columns_of_tensors,
+    without_tensors,
+)
+from coppice.wire.columns.versions import VersionSpan
 from coppice.wire.kv import KvHandle, KvReason
-from coppice.wire.logprobs import PromptLogprobs
 from coppice.wire.problem_catalogue import Problem
 from coppice.wire.rollouts import (
     GroupAnswer,
@@ -51,7 +57,6 @@ from coppice.wire.rollouts import (
     SegmentAnswer,
     Usage,
 )
-from coppice.wire.versions import VersionSpan
 
 Part = SampleAnswer | SegmentAnswer
 PROMPT, PROMPT_TOP = "prompt_logprobs.logprobs", "prompt_logprobs.top_logprobs"
