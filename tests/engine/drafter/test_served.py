@@ -94,7 +94,7 @@ async def test_drafter_learns_from_traffic_and_a_worse_one_is_dropped(
         with pytest.raises(WeightsRefused, match="shape"):
             await rollouts.upload_drafter("other", other / "model.safetensors")
     assert not trainers()
-    [folder] = (tmp_path / "drafters").iterdir()
+    [folder] = (tmp_path / "cache" / "drafter").iterdir()
     kept = json.loads((folder / "serving.json").read_text())["version"]
     assert (folder / f"{kept}.safetensors").stat().st_size == home.stat().st_size
     assert (folder / "training.safetensors").exists()
@@ -102,7 +102,7 @@ async def test_drafter_learns_from_traffic_and_a_worse_one_is_dropped(
 
 def untrained(tmp_path: Path) -> Path:
     """An untrained drafter of the same shapes."""
-    [folder] = (tmp_path / "drafters").iterdir()
+    [folder] = (tmp_path / "cache" / "drafter").iterdir()
     config = json.loads((folder / "start" / "config.json").read_text())
     write_random_model(tmp_path / "untrained", config)
     return tmp_path / "untrained" / "model.safetensors"
