@@ -108,7 +108,7 @@ class EngineFeature(SleepListener):
     stats: object = None
     """Counters of the last heartbeat, as a type of `engine.types.feature_stats`."""
     interface: object = None
-    """What the service can do with the feature, while it is on."""
+    """Operations of the feature for the service, while it is on."""
 
     def __init__(self, settings: StartSettings) -> None:
         self.settings = settings

@@ -10,7 +10,7 @@ from engine.feature_base import EngineFeature, feature_status
 from engine.types.feature_stats import FeatureStatus
 
 State = tuple[object, str, str]
-"""Whether an option is on, the reason, and the setting that changes it."""
+"""State of an option (true if it is on), its reason, and the setting that changes it."""
 
 
 class VllmOption(EngineFeature, ABC):

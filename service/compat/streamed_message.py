@@ -45,7 +45,7 @@ class StreamedMessage:
         self._calls: dict[int, _SentCall] = {}
 
     async def next(self, part: SamplePart) -> ChatResponse:
-        """What the tokens of a running sample add to its message."""
+        """Part of the message that new tokens of a running sample add."""
         if self._is_buffered:
             return ChatResponse(content=None)
         new = self._trimmed(await self._tokenizer.add(self._stream, part.token_ids))

@@ -143,7 +143,7 @@ class GroupFactory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Common:
-    """What the groups of a rollout have in common, and what they resume, by their index."""
+    """Options that the groups of a rollout share, and the samples to resume, by group index."""
 
     resolved: Resolved
     chain: KeptKv | None

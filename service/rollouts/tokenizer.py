@@ -207,7 +207,7 @@ class Tokenizer:
     async def finish(
         self, stream: ResponseStream, token_ids: Sequence[int], stop_reason: int | str | None
     ) -> ChatResponse:
-        """What remains of the tool calls of a sample that ends with the given tokens."""
+        """Rest of the tool calls of a sample that ends with the given tokens."""
         return await self._decoded(lambda: stream.finish(token_ids, stop_reason))
 
     def check_token_ids(self, tokens: list[int]) -> list[int]:
