@@ -22,8 +22,8 @@ import uvloop
 from bench.harness.paired_runs import Pairs, alternate
 from bench.harness.random_model import enlarged_seedling
 from bench.harness.record import Record, Row, add_out
-from engine.feature_settings import SpeculationSettings
 from engine.settings import EngineSettings
+from engine.speculation.settings import SpeculationSettings
 from engine.types.samples import Completion, SampleRequest, Sampling
 from engine.vllm_engine import VllmEngine
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bench.harness.record import Record, Row, add_out
-from kernels.draft_index.store import DraftStore
+from kernels.draft_index.compiled_store import DraftStore
 from kernels.draft_index.store_protocol import Int32Array
 
 VOCABULARY, ROWS, GROUP, LIMIT, RESPONSE, PROMPT, PHRASE = 32_000, 256, 16, 8, 512, 64, 24

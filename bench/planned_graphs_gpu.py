@@ -21,10 +21,10 @@ from bench.harness.graph_arms import Arm, Captured, Request
 from bench.harness.paired_runs import Pairs, alternate
 from bench.harness.record import Record, Row, add_out
 from engine.cudagraphs.allowed_shapes import CaptureLimits, vllm_shapes
+from engine.cudagraphs.draft_lengths import DraftLengthTiers
 from engine.cudagraphs.evaluation import GraphMemory, estimate_memory
 from engine.cudagraphs.planner import Plan, plan
 from engine.cudagraphs.shapes import GraphShape, Trace, read_trace
-from engine.draft_lengths import DraftLengthTiers
 
 TRACE = Path(__file__).parent / "graph_traces" / "seedling.json"
 MAX_TOKENS, MIB = 2048, 2**20

@@ -25,7 +25,6 @@ import torch
 from bench.harness.decode_timing import BLOCK, DRAFTED, LONGEST, Case, Engine, Steps, write_config
 from bench.harness.prefix_trees import Tree
 from bench.harness.record import Record, Row, add_out
-from engine.feature_settings import AttentionSettings
 from engine.launch.environment import engine_environment
 from engine.runtime.installed_settings import started_by_coppice
 from engine.settings import EngineSettings
@@ -188,9 +187,7 @@ def main() -> None:
 def run_in_subprocess(part: str) -> None:
     with (
         tempfile.TemporaryDirectory() as temp_dir,
-        engine_environment(
-            EngineSettings(), attention=AttentionSettings(), on_cpu=True, temp_dir=Path(temp_dir)
-        ),
+        engine_environment(EngineSettings(), on_cpu=True, temp_dir=Path(temp_dir)),
     ):
         command = [
             sys.executable,

@@ -21,7 +21,7 @@ from bench.harness.record import Record, Row, add_out
 from coppice import AsyncRollouts, Branching
 from coppice.credit import effective_leaves
 from coppice.results import RolloutResult
-from engine.feature_settings import AttentionSettings, SharedPrefixMode
+from engine.attention.settings import AttentionSettings, SharedPrefixMode
 from engine.settings import EngineSettings
 
 GROUPS, PROMPT, LEAVES, TOKENS, INTERVAL = 4, 200, 16, 256, 64

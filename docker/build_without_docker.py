@@ -57,9 +57,9 @@ print(f"ready after {time.monotonic() - began:.1f} s")
 group = {"prompt": {"text": "Compute 12+34.\\n"}, "n": 4}
 body = json.dumps({"groups": [group], "sampling": {"max_tokens": 32}}).encode()
 head = {"Content-Type": "application/json"}
-from kernels.draft_index import store
+from kernels.draft_index import compiled_store
 from kernels.shared_prefix_attention import cpu
-assert store.is_built() and cpu.is_built(), "compiled kernels are missing"
+assert compiled_store.is_built() and cpu.is_built(), "compiled kernels are missing"
 answer = json.load(r.urlopen(r.Request(url + "/v1/rollouts", body, head)))
 assert r.urlopen(url + "/openapi.yaml").read().startswith(b"openapi:")
 print("outcome", answer["outcome"], [len(s["token_ids"]) for s in answer["groups"][0]["samples"]])

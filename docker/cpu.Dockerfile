@@ -25,7 +25,7 @@ COPY kernels kernels
 COPY examples examples
 # A wheel is built without kernels that cannot be compiled; the image must contain them.
 RUN /opt/coppice/bin/pip install -qq --no-cache-dir --no-deps --no-build-isolation ./client . \
-    && /opt/coppice/bin/python -P -c "import kernels.draft_index.store as s; assert s.is_built()" \
+    && /opt/coppice/bin/python -P -c "import kernels.draft_index.compiled_store as s; assert s.is_built()" \
     && { [ "$(uname -m)" != x86_64 ] \
         || /opt/coppice/bin/python -P -c "import kernels.shared_prefix_attention.cpu as c; assert c.is_built()"; } \
     && /opt/coppice/bin/pip uninstall -qq -y pip

@@ -5,19 +5,23 @@ A feature is a folder with a subclass of `EngineFeature` in its module `feature`
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, TypeVar
 
 from engine.errors import StartFailed
-from engine.feature_settings import AttentionSettings, GraphsSettings, SpeculationSettings
 from engine.runtime.engine_calls import RunningEngine, SleepListener
 from engine.settings import EngineSettings
+from engine.settings.base import Section
 from engine.types.feature_stats import FeatureStatus
 from engine.types.info import EngineInfo
 from engine.types.samples import FinishedListener
 
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
 Method = Callable[..., Any]
+Kind = TypeVar("Kind", bound=Section)
 
 
 class FeatureCounts(TypedDict):
@@ -71,14 +75,20 @@ class WorkerPart:
     on_weights_changed: Callable[[Any], None] | None = None
 
 
-@dataclass(kw_only=True)
 class StartSettings:
     """Settings of an engine's start. A feature replaces its own by those that can be used."""
 
-    engine: EngineSettings
-    attention: AttentionSettings = field(default_factory=AttentionSettings)
-    speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
-    graphs: GraphsSettings = field(default_factory=GraphsSettings)
+    def __init__(self, *, engine: EngineSettings, **sections: Section | None) -> None:
+        self.engine = engine
+        self._sections = {type(section): section for section in sections.values()}
+
+    def of(self, kind: type[Kind]) -> Kind:
+        """Section of a feature; the defaults if none was given."""
+        section = self._sections.get(kind)
+        return section if isinstance(section, kind) else kind()
+
+    def replace(self, section: Section) -> None:
+        self._sections[type(section)] = section
 
 
 class EngineFeature(SleepListener):
@@ -88,6 +98,9 @@ class EngineFeature(SleepListener):
 
     check: raises StartFailed if other settings exclude the feature.
     open: reads and writes files, in a thread, before vLLM's processes start.
+    needs_batch_limits: true if the next hook needs vLLM's limits of a batch.
+    set_arguments: sets vLLM's engine arguments, beside those that are engine settings.
+    environment: variables of vLLM's processes, which all ranks of an engine must share.
     accept: true if vLLM's configuration suits the feature. Otherwise it has changed the settings,
         and the configuration is made again.
     prepare: asks the processes, before a request has run, what the feature can do.
@@ -118,6 +131,15 @@ class EngineFeature(SleepListener):
 
     def open(self, model: Path) -> None:
         return
+
+    def needs_batch_limits(self, *, on_cpu: bool) -> bool:
+        return False
+
+    def set_arguments(self, arguments: "AsyncEngineArgs", *, on_cpu: bool) -> None:
+        return
+
+    def environment(self) -> Mapping[str, str]:
+        return {}
 
     def accept(self, config: Any) -> bool:
         return True

@@ -6,14 +6,15 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from vllm.engine.arg_utils import AsyncEngineArgs
+
 from engine.adapters.feature import Adapters
 from engine.attention.feature import SharedPrefixAttention
 from engine.cudagraphs.feature import CudaGraphPlan
 from engine.drafter.feature import DraftModel
 from engine.feature_base import EngineFeature, Ping, StartSettings
-from engine.kv_retention.feature import SessionKvRetention
+from engine.kv_lifetime.feature import KeptKv, SessionKvRetention
 from engine.kv_transfer.feature import KvOffloading, PromptKvExport
-from engine.kv_versions.feature import KeptKv
 from engine.runtime.engine_calls import RunningEngine, SleepListener
 from engine.runtime.feature_guard import attempt
 from engine.speculation.feature import Speculation
@@ -134,6 +135,17 @@ class Features(SleepListener):
     def open(self, model: Path) -> None:
         for feature in self._all:
             feature.open(model)
+
+    def needs_batch_limits(self, *, on_cpu: bool) -> bool:
+        return any(feature.needs_batch_limits(on_cpu=on_cpu) for feature in self._all)
+
+    def set_arguments(self, arguments: AsyncEngineArgs, *, on_cpu: bool) -> None:
+        for feature in self._all:
+            feature.set_arguments(arguments, on_cpu=on_cpu)
+
+    def environment(self) -> dict[str, str]:
+        variables = (feature.environment().items() for feature in self._all)
+        return dict(itertools.chain.from_iterable(variables))
 
     def accept(self, config: Any) -> bool:
         """False if a feature has changed the settings, so that the configuration is made again."""

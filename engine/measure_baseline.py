@@ -1,8 +1,10 @@
 """Measurement of the baseline by an engine without speculation: `coppice measure-baseline`."""
 
 from engine.errors import StartFailed
-from engine.feature_settings import AttentionSettings, GraphsSettings, SpeculationSettings
+from engine.launch.arguments import WORKER_EXTENSION
 from engine.settings import EngineSettings
+from engine.settings.base import Section
+from engine.speculation.settings import SpeculationSettings
 from engine.speculation.startup import measure_baseline
 from engine.vllm_engine import VllmEngine
 
@@ -10,9 +12,8 @@ from engine.vllm_engine import VllmEngine
 async def measure(
     settings: EngineSettings,
     *,
-    attention: AttentionSettings,
     speculation: SpeculationSettings,
-    graphs: GraphsSettings,
+    **sections: Section,
 ) -> int:
     """Start the engine without speculation and cache its step times.
 
@@ -24,7 +25,7 @@ async def measure(
             "engines do not draft"
         )
     off = speculation.model_copy(update={"mode": "off"})
-    engine = VllmEngine(settings, attention=attention, speculation=off, graphs=graphs)
+    engine = VllmEngine(settings, worker_extension=WORKER_EXTENSION, speculation=off, **sections)
     try:
         await engine.start("baseline")
         return await measure_baseline(

@@ -7,9 +7,7 @@ from typing import cast
 
 from engine.errors import StartFailed
 from engine.feature_base import StartSettings
-from engine.feature_settings import AttentionSettings, GraphsSettings, SpeculationSettings
 from engine.features import Features
-from engine.io.chat_conversion import ChatProcessor
 from engine.launch.arguments import WORKER_EXTENSION
 from engine.launch.info import collect_info, eos_token_ids
 from engine.launch.monitor import EngineMonitor
@@ -22,13 +20,17 @@ from engine.parts.generation import VllmGeneration
 from engine.parts.text import VllmText
 from engine.parts.weights import VllmWeights
 from engine.protocol.features import FeatureKey, Interface, Stats
+from engine.requests.chat_conversion import ChatProcessor
 from engine.runtime.heartbeat import Heartbeat
 from engine.runtime.leftover_files import remove_leftover_shared_memory
 from engine.settings import EngineSettings
+from engine.settings.base import Section
 
 
 class VllmEngine(VllmGeneration, VllmText, VllmWeights):
     """The `engine.protocol.Engine` that runs vLLM. Use it from a single event loop.
+
+    `sections` are those of the features in the configuration; None stands for the defaults.
 
     Raises StartFailed if vLLM does not accept an engine argument in the settings, or if settings
     exclude each other.
@@ -38,23 +40,15 @@ class VllmEngine(VllmGeneration, VllmText, VllmWeights):
         self,
         settings: EngineSettings,
         *,
-        attention: AttentionSettings | None = None,
-        speculation: SpeculationSettings | None = None,
-        graphs: GraphsSettings | None = None,
         worker_extension: str = WORKER_EXTENSION,
+        **sections: Section | None,
     ) -> None:
         check_vllm_args(settings)
         check_settings(settings)
         check_ray(settings)
         check_serves(settings)
-        start_settings = StartSettings(
-            engine=settings,
-            attention=attention or AttentionSettings(),
-            speculation=speculation or SpeculationSettings(),
-            graphs=graphs or GraphsSettings(),
-        )
         self._settings = settings
-        self._features = Features(start_settings)
+        self._features = Features(StartSettings(engine=settings, **sections))
         self._features.check()
         self._heartbeat = Heartbeat(
             timeouts={
@@ -64,9 +58,7 @@ class VllmEngine(VllmGeneration, VllmText, VllmWeights):
                 "sleeping": settings.step_seconds,
             }
         )
-        self._processes = VllmProcesses(
-            start_settings, self._features, worker_extension=worker_extension
-        )
+        self._processes = VllmProcesses(settings, self._features, worker_extension=worker_extension)
         self._monitor_task: asyncio.Task[None] | None = None
         self._create_generation()
 

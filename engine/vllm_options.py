@@ -5,7 +5,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES
+from vllm.engine.arg_utils import AsyncEngineArgs
 
+from engine.errors import StartFailed
 from engine.feature_base import EngineFeature, feature_status
 from engine.types.feature_stats import FeatureStatus
 
@@ -93,6 +95,14 @@ class RoutedExperts(VllmOption):
     """Experts that each token was routed to."""
 
     name = "routed_experts"
+
+    def set_arguments(self, arguments: AsyncEngineArgs, *, on_cpu: bool) -> None:
+        settings = self.settings.engine
+        if settings.return_routed_experts and settings.kv_offload_bytes is not None:
+            raise StartFailed(
+                "engine.return_routed_experts and engine.kv_offload_bytes exclude each other: KV "
+                "that is loaded from host memory has no experts; unset one of them"
+            )
 
     def info_fields(self) -> Mapping[str, Any]:
         return {"returns_routed_experts": self.settings.engine.return_routed_experts}

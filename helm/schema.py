@@ -10,8 +10,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from engine.feature_settings import AttentionSettings, GraphsSettings, SpeculationSettings
+from engine.attention.settings import AttentionSettings
+from engine.cudagraphs.settings import GraphsSettings
 from engine.settings import EngineSettings
+from engine.speculation.settings import SpeculationSettings
 from service.config.cluster import ClusterSettings
 from service.config.limits import LimitsSettings
 from service.config.prompt_kv import KvSettings

@@ -250,11 +250,11 @@ def render_graph_plan(settings: Settings) -> str:
 
     Raises StartFailed.
     """
-    engine, graphs, speculation = settings.engine, settings.graphs, settings.speculation
+    engine, graphs, drafts = settings.engine, settings.graphs, settings.speculation.num_drafts
     model = resolve_model_config(engine.model, engine.revision)
     plan, limits, trace = (
-        make_plan(engine, graphs, speculation, model),
-        capture_limits(engine, graphs, speculation),
+        make_plan(engine, graphs, drafts, model),
+        capture_limits(engine, graphs, drafts),
         load_trace(graphs),
     )
     frequencies = trace.counts() if trace else shape_weights(limits, mixed_tokens=0, trace=None)

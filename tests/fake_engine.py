@@ -27,8 +27,8 @@ from engine.errors import (
 )
 from engine.protocol.features import DRAFT_MODEL, FeatureKey, Interface, Stats
 from engine.protocol.text import DEFAULT_SAMPLING
-from engine.sampling_support.rows import ALL, encode_mask
-from engine.stop_text import response_text
+from engine.requests.stop_text import response_text
+from engine.sampling.support_rows import ALL, encode_mask
 from engine.types.chat import ChatRequest, ChatResponse, ToolCall, truncated
 from engine.types.feature_stats import (
     CudaGraphStats,

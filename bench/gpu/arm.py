@@ -26,8 +26,9 @@ from bench.gpu.models import ON_GPU as MODELS_ON_GPU
 from bench.gpu.models import REHEARSAL as REHEARSAL_MODELS
 from bench.gpu.models import Models
 from bench.gpu.workloads import BATCHES, ON_GPU, REHEARSAL, Workload
-from engine.feature_settings import AttentionSettings, SpeculationSettings
+from engine.attention.settings import AttentionSettings
 from engine.settings import EngineSettings
+from engine.speculation.settings import SpeculationSettings
 from engine.types.feature_stats import CudaGraphStats, SharedPrefixStats, SpeculationStats
 from engine.vllm_engine import VllmEngine
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from bench.harness.in_process_service import running_service
 from coppice import AsyncRollouts
-from engine.feature_settings import SpeculationSettings
 from engine.settings import EngineSettings
+from engine.speculation.settings import SpeculationSettings
 from examples.seedling.arithmetic import draw
 
 BUILD = Path("build") / "drafter"

@@ -17,7 +17,7 @@ from engine.cudagraphs.allowed_shapes import CaptureLimits
 from engine.cudagraphs.counters import COUNTERS
 from engine.cudagraphs.installed_plan import GRAPHS_ENV
 from engine.cudagraphs.planner import Plan
-from engine.feature_settings import SpeculationSettings
+from engine.speculation.settings import SpeculationSettings
 
 STEPS, SETTLING = 20, 4
 CONTEXT_TOKENS = 512
@@ -78,13 +78,15 @@ class Arm:
 
 def _work(pipe: Connection, model: str, drafter: str, limits: CaptureLimits, plan: str) -> None:
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": "", GRAPHS_ENV: plan}
-    from engine.launch import mrv2_speculators
-    from engine.patches import graph_candidates
-    from engine.speculation import process_settings
+    from engine.cudagraphs import graph_candidates
+    from engine.drafter.feature import register_speculator
+    from engine.speculation import settings as process_settings
+    from engine.speculation.worker import mrv2_speculators
 
     graph_plan = Plan.from_json(plan)
     graph_candidates.install_plan(graph_plan)
     process_settings.install(SpeculationSettings(mode="drafter"))
+    register_speculator()
     mrv2_speculators.install()
     engine = _Engine(_llm(model, drafter, limits, graph_plan))
     pipe.send("ready")

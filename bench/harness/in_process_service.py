@@ -9,8 +9,9 @@ from pathlib import Path
 import uvicorn
 from prometheus_client import REGISTRY
 
-from engine.feature_settings import AttentionSettings, SpeculationSettings
+from engine.attention.settings import AttentionSettings
 from engine.settings import EngineSettings
+from engine.speculation.settings import SpeculationSettings
 from engine.vllm_engine import VllmEngine
 from service.app import create_app
 from service.config.prompt_kv import KvSettings

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.teacher_forced import Fixed, OraclePolicy, TeacherForced
-from engine.feature_settings import AttentionSettings, SpeculationSettings
+from engine.attention.settings import AttentionSettings
 from engine.runtime.installed_settings import CACHE_ENV
 from engine.speculation.counters import Counters
 from engine.speculation.drafting import STORE_BYTES
+from engine.speculation.settings import SpeculationSettings
 from engine.speculation.speculator import Speculator
 from engine.speculation.startup import PROFILE_SECONDS
-from kernels.draft_index.store import DraftStore
+from kernels.draft_index.compiled_store import DraftStore
 
 LONGEST = 8
 ROWS = 64
@@ -92,7 +93,7 @@ class Arm:
 
         from engine.attention import register as attention
         from engine.launch.plugin import install_patches
-        from engine.speculation import process_settings
+        from engine.speculation import settings as process_settings
 
         name = name.removesuffix(GNU)
         install_patches("EngineCore")

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.speculation_arm import GNU, Workload
-from engine.feature_settings import AttentionSettings
 from engine.launch.environment import engine_environment
 from engine.settings import EngineSettings
 
@@ -71,9 +70,7 @@ def _process(
 ) -> "Iterator[subprocess.Popen[str]]":
     with (
         tempfile.TemporaryDirectory() as temp_dir,
-        engine_environment(
-            EngineSettings(), attention=AttentionSettings(), on_cpu=True, temp_dir=Path(temp_dir)
-        ),
+        engine_environment(EngineSettings(), on_cpu=True, temp_dir=Path(temp_dir)),
     ):
         paths = [arctic if name == "suffix" else None, os.environ.get("PYTHONPATH")]
         environment = os.environ | {

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kernels.draft_index.store import DraftStore
+from kernels.draft_index.compiled_store import DraftStore
 from kernels.draft_index.store_protocol import ALL_SCOPES, DraftBatch, Scope
 
 ARCTIC = Path(__file__).parents[2] / ".arctic"

@@ -4,11 +4,27 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from vllm.engine.arg_utils import AsyncEngineArgs
+
 from engine.adapters.loaded_adapters import LoadedAdapters
 from engine.adapters.worker_methods import METHODS
 from engine.errors import LoadFailed
 from engine.feature_base import EngineFeature, StartSettings, WorkerPart, feature_status
 from engine.types.feature_stats import FeatureStatus
+from engine.weights.validation import TARGET_MODULES
+
+
+def lora_arguments(num: int, rank: int) -> dict[str, Any]:
+    """vLLM's LoRA arguments. A step can use all loaded adapters, so vLLM never evicts any."""
+    if not num:
+        return {}
+    return {
+        "enable_lora": True,
+        "max_loras": num,
+        "max_cpu_loras": num,
+        "max_lora_rank": rank,
+        "lora_target_modules": sorted(TARGET_MODULES),
+    }
 
 
 class Adapters(EngineFeature):
@@ -21,6 +37,10 @@ class Adapters(EngineFeature):
         super().__init__(settings)
         self.loaded = LoadedAdapters(settings.engine.max_adapters)
         self._are_dropped = False
+
+    def set_arguments(self, arguments: AsyncEngineArgs, *, on_cpu: bool) -> None:
+        for name, value in lora_arguments(*self._limits()).items():
+            setattr(arguments, name, value)
 
     def info_fields(self) -> Mapping[str, Any]:
         num, rank = self._limits()

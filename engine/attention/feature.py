@@ -1,13 +1,13 @@
 """Shared-prefix attention as a feature of the engine."""
 
-from collections.abc import Iterable, Sequence
-from typing import Final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
 
 from engine.attention import register
 from engine.attention.counters import COUNTERS, aggregate_ranks
-from engine.attention.worker_methods import coppice_attention_state
+from engine.attention.settings import ENVIRONMENT, AttentionSettings, process_settings
 from engine.feature_base import EngineFeature, Ping, WorkerPart, feature_status
-from engine.runtime.installed_settings import attention_settings
+from engine.runtime.feature_guard import Failure, attempt
 from engine.types.feature_stats import AttentionState, FeatureStatus, SharedPrefixStats, total
 
 UNSUPPORTED: Final[dict[AttentionState, tuple[str, str]]] = {
@@ -43,7 +43,13 @@ UNSUPPORTED: Final[dict[AttentionState, tuple[str, str]]] = {
 
 
 def _install() -> None:
-    register.install(attention_settings())
+    register.install(process_settings())
+
+
+def coppice_attention_state(self: Any) -> AttentionState:
+    """State of shared-prefix attention in a worker, once the model is loaded. Never raises."""
+    state = attempt(register.state, self.model_runner)
+    return "failed" if isinstance(state, Failure) else state
 
 
 class SharedPrefixAttention(EngineFeature):
@@ -54,6 +60,9 @@ class SharedPrefixAttention(EngineFeature):
     stats: SharedPrefixStats = SharedPrefixStats()
     state: AttentionState = "off"
 
+    def environment(self) -> Mapping[str, str]:
+        return {ENVIRONMENT: self.settings.of(AttentionSettings).model_dump_json()}
+
     async def prepare(self) -> None:
         """Ask the first rank: all have the same attention layers."""
         self.state = (await self.engine.call_workers("coppice_attention_state"))[0]
@@ -62,7 +71,7 @@ class SharedPrefixAttention(EngineFeature):
         if self.state in UNSUPPORTED:
             return [feature_status(self.name, False, *UNSUPPORTED[self.state])]
         reason = "steps where a measurement shows a gain"
-        if self.settings.attention.shared_prefix == "always":
+        if self.settings.of(AttentionSettings).shared_prefix == "always":
             reason = "every step with a shared prefix"
         return [
             feature_status(self.name, True, f"used in {reason}", "attention.shared_prefix: off")

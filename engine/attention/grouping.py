@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from engine.attention.counters import Counters
 from engine.attention.crossover import Crossover, StepWork
-from engine.feature_settings import SharedPrefixMode
+from engine.attention.settings import SharedPrefixMode
 from engine.types.feature_stats import AttentionFallbackReason
 from kernels.shared_prefix_attention.sharing_plan import Int32s, SharingPlan
 

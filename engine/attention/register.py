@@ -8,8 +8,8 @@ from typing import Any
 
 from engine.attention import cuda_steps
 from engine.attention.counters import COUNTERS
+from engine.attention.settings import AttentionSettings
 from engine.attention.target_builders import target_builders
-from engine.feature_settings import AttentionSettings
 from engine.runtime.feature_guard import feature
 from engine.runtime.warm_up import on_warmed_up
 from engine.types.feature_stats import AttentionState

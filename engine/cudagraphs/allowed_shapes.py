@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from itertools import pairwise
 
+from engine.cudagraphs.draft_lengths import DraftLengthTiers
 from engine.cudagraphs.shapes import GraphShape, decode, mixed
-from engine.draft_lengths import DraftLengthTiers
 
 CEILING_TOKENS = 512  # vLLM's limit, except on data-center Blackwell GPUs
 

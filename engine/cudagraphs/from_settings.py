@@ -2,14 +2,19 @@
 
 import logging
 from pathlib import Path
+from typing import Any
 
 from engine.cudagraphs.allowed_shapes import CaptureLimits
+from engine.cudagraphs.draft_lengths import (
+    DraftLengthTiers,
+    default_tiers,
+    draft_length_schedule,
+)
 from engine.cudagraphs.evaluation import GraphMemory, estimate_memory
 from engine.cudagraphs.planner import BudgetTooSmall, Plan, plan
+from engine.cudagraphs.settings import GraphsSettings
 from engine.cudagraphs.shapes import Trace, read_trace
-from engine.draft_lengths import DraftLengthTiers, default_tiers
 from engine.errors import StartFailed
-from engine.feature_settings import GraphsSettings, SpeculationSettings
 from engine.settings import EngineSettings
 
 log = logging.getLogger(__name__)
@@ -19,21 +24,21 @@ H100_BATCHED_TOKENS = 8192
 
 
 def capture_limits(
-    engine: EngineSettings, graphs: GraphsSettings, speculation: SpeculationSettings
+    engine: EngineSettings, graphs: GraphsSettings, longest_draft: int
 ) -> CaptureLimits:
+    """Limits of a plan. `longest_draft` is 0 without drafts."""
     return CaptureLimits(
-        lengths=_lengths(graphs, speculation),
+        lengths=_lengths(graphs, longest_draft),
         max_sequences=engine.max_sequences or H100_SEQUENCES,
         max_batched_tokens=engine.max_batched_tokens or H100_BATCHED_TOKENS,
     )
 
 
-def _lengths(graphs: GraphsSettings, speculation: SpeculationSettings) -> DraftLengthTiers:
+def _lengths(graphs: GraphsSettings, longest_draft: int) -> DraftLengthTiers:
     """Draft lengths for which CUDA graphs are needed."""
     if graphs.lengths is not None:
         return DraftLengthTiers.parse(graphs.lengths)
-    drafts = speculation.mode != "off"
-    return default_tiers(speculation.longest_draft) if drafts else DraftLengthTiers.parse("0")
+    return default_tiers(longest_draft) if longest_draft else DraftLengthTiers.parse("0")
 
 
 def graph_memory(engine: EngineSettings, model: Path) -> GraphMemory:
@@ -59,12 +64,12 @@ def load_trace(graphs: GraphsSettings) -> Trace | None:
 
 
 def make_plan(
-    engine: EngineSettings, graphs: GraphsSettings, speculation: SpeculationSettings, model: Path
+    engine: EngineSettings, graphs: GraphsSettings, longest_draft: int, model: Path
 ) -> Plan:
     """Make the CUDA graph plan; raises StartFailed with the reason if none is possible."""
     try:
         return plan(
-            capture_limits(engine, graphs, speculation),
+            capture_limits(engine, graphs, longest_draft),
             graph_memory(engine, model),
             budget_bytes=graphs.budget_bytes,
             trace=load_trace(graphs),
@@ -80,7 +85,7 @@ def captures_graphs(engine: EngineSettings, *, on_cpu: bool) -> bool:
 def plan_for_start(
     engine: EngineSettings,
     graphs: GraphsSettings,
-    speculation: SpeculationSettings,
+    longest_draft: int,
     model: Path,
     *,
     on_cpu: bool,
@@ -91,4 +96,22 @@ def plan_for_start(
     if not captures_graphs(engine, on_cpu=on_cpu):
         log.warning("graphs.budget_bytes has no effect: none are captured on CPU or with eager")
         return None
-    return make_plan(engine, graphs, speculation, model)
+    return make_plan(engine, graphs, longest_draft, model)
+
+
+def set_planned_graphs(arguments: Any, planned: Plan) -> None:
+    """Have vLLM capture the graphs of a plan: set their sizes and draft lengths in its arguments.
+
+    vLLM captures the product of both, which is then filtered to the plan.
+    """
+    if arguments.compilation_config.cudagraph_capture_sizes is not None:
+        raise StartFailed(
+            "engine.vllm_args.compilation_config.cudagraph_capture_sizes and graphs.budget_bytes "
+            "are both set; set one of them"
+        )
+    arguments.compilation_config.cudagraph_capture_sizes = planned.capture_sizes
+    if arguments.speculative_config is not None:
+        longest = arguments.speculative_config["num_speculative_tokens"]
+        arguments.speculative_config["num_speculative_tokens_per_batch_size"] = (
+            draft_length_schedule({longest, *planned.max_samples}, arguments.max_num_seqs)
+        )

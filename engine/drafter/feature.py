@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from vllm.engine.arg_utils import AsyncEngineArgs
+
 from engine.drafter.core.engine_core_methods import METHODS, counted
 from engine.drafter.service.checkpoint_dir import DrafterDir
 from engine.drafter.service.drafter import Drafter
@@ -12,11 +14,19 @@ from engine.feature_base import (
     EngineFeature,
     Ping,
     StartSettings,
+    WorkerPart,
     refuse_several_machines,
 )
+from engine.speculation.settings import SpeculationSettings
+from engine.speculation.worker.mrv2_speculators import SPECULATORS
 from engine.types.info import EngineInfo
 from engine.types.samples import FinishedListener
 from engine.weights.checkpoint import NO_TENSORS, read_base_checkpoint
+
+
+def register_speculator() -> None:
+    """Have Model Runner V2 draft by `DraftSpeculator` in the mode `drafter`."""
+    SPECULATORS["drafter"] = "engine.drafter.worker.draft_speculator:DraftSpeculator"
 
 
 class DraftModel(EngineFeature):
@@ -24,6 +34,7 @@ class DraftModel(EngineFeature):
 
     name = "drafter"
     core = CorePart(methods=METHODS, counted=counted)
+    worker = WorkerPart(install=register_speculator)
     interface: Drafter | None = None
 
     def __init__(self, settings: StartSettings) -> None:
@@ -32,7 +43,7 @@ class DraftModel(EngineFeature):
         self._is_asleep = False
 
     def check(self) -> None:
-        if self.settings.speculation.mode == "drafter":
+        if self.settings.of(SpeculationSettings).mode == "drafter":
             refuse_several_machines(
                 self.settings.engine,
                 "checkpoints of the draft model are files of one machine",
@@ -41,7 +52,7 @@ class DraftModel(EngineFeature):
 
     def open(self, model: Path) -> None:
         """Open the drafter directory and set the `drafter` setting to its serving drafter."""
-        speculation, engine = self.settings.speculation, self.settings.engine
+        speculation, engine = self.settings.of(SpeculationSettings), self.settings.engine
         if speculation.mode != "drafter":
             return
         served = NO_TENSORS if engine.has_random_weights else read_base_checkpoint(model)
@@ -53,13 +64,22 @@ class DraftModel(EngineFeature):
             ranks=engine.tensor_parallel_size,
         )
         update = {"drafter": self._dir.start}
-        self.settings.speculation = speculation.model_copy(update=update)
+        self.settings.replace(speculation.model_copy(update=update))
+
+    def set_arguments(self, arguments: AsyncEngineArgs, *, on_cpu: bool) -> None:
+        """Keep the weights of the draft model in host memory at each level of sleep."""
+        if arguments.enable_sleep_mode:
+            arguments.sleep_preserve_parameter_names = ["draft.*"]
 
     async def start(self, info: EngineInfo) -> None:
         if self._dir is None:
             return
         self.interface = Drafter(
-            self.settings.speculation, self._dir, self.engine.llm, info, lambda: self._is_asleep
+            self.settings.of(SpeculationSettings),
+            self._dir,
+            self.engine.llm,
+            info,
+            lambda: self._is_asleep,
         )
         await self.interface.start_drafting()
 

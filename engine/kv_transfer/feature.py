@@ -3,8 +3,10 @@
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 
 from engine.errors import StartFailed
@@ -21,6 +23,17 @@ from engine.types.info import KvReason
 from engine.types.kv import GpuMemory, KvFormat, LayerFormat
 
 log = logging.getLogger(__name__)
+PROMPT_KV_CONNECTOR: Final[Mapping[str, Any]] = {
+    "kv_connector": "PromptKvConnector",
+    "kv_connector_module_path": "engine.kv_transfer.connector",
+    "kv_role": "kv_producer",  # loads of a consumer may outlast a step; ours never do
+    "kv_load_failure_policy": "recompute",
+}
+OFFLOADING_CONNECTOR: Final[Mapping[str, Any]] = {
+    "kv_connector": "VersionedOffloadingConnector",
+    "kv_connector_module_path": "engine.kv_transfer.offloading",
+    "kv_role": "kv_both",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +50,36 @@ class KvSupport:
     indirect_reason: str | None = None
     gpu_memory: tuple[GpuMemory, ...] = ()
     gpu_reason: str = ""
+
+
+def _connectors(settings: EngineSettings, *, on_cpu: bool) -> KVTransferConfig | None:
+    """vLLM's configuration of one KV connector, or of several in a `MultiConnector`."""
+    connectors = [dict(PROMPT_KV_CONNECTOR)] if settings.prompt_kv else []
+    if settings.kv_offload_bytes is not None:
+        connectors.append(_offloading_connector(settings.kv_offload_bytes, on_cpu=on_cpu))
+    if not connectors:
+        return None
+
+    several = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": connectors},
+    }
+    config = connectors[0] if len(connectors) == 1 else several
+    return KVTransferConfig(**config)
+
+
+def _offloading_connector(num_bytes: int, *, on_cpu: bool) -> dict[str, Any]:
+    if on_cpu:
+        raise StartFailed(
+            "engine.kv_offload_bytes needs a GPU: on CPU the KV cache is in host memory already; "
+            "set engine.cache_bytes instead"
+        )
+    return {
+        **OFFLOADING_CONNECTOR,
+        "kv_connector_extra_config": {"cpu_bytes_to_use": num_bytes},
+    }
 
 
 class PromptKvExport(EngineFeature):
@@ -59,6 +102,10 @@ class PromptKvExport(EngineFeature):
                 "engine.data_parallel_size and engine.prompt_kv_gpu_bytes exclude each other: a "
                 "handle has one GPU per rank, and does not state the engine; unset one of them"
             )
+
+    def set_arguments(self, arguments: AsyncEngineArgs, *, on_cpu: bool) -> None:
+        """Set the connector of prompt KV, and that of offloaded KV after it."""
+        arguments.kv_transfer_config = _connectors(self.settings.engine, on_cpu=on_cpu)
 
     async def prepare(self) -> None:
         """Prepare every rank; one unsupported rank disables exports on all."""

@@ -1,4 +1,4 @@
-"""Conversion of our settings to vLLM's engine arguments."""
+"""Conversion of the engine's settings to vLLM's engine arguments, to which features add theirs."""
 
 import logging
 import secrets
@@ -7,18 +7,14 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from vllm.config import StructuredOutputsConfig, WeightTransferConfig
+from vllm.config import StructuredOutputsConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
 
-from engine.cudagraphs.planner import Plan
 from engine.errors import StartFailed
-from engine.feature_settings import SpeculationSettings
-from engine.launch.environment import NO_SPECULATION
+from engine.features import Features
 from engine.launch.vllm_args import check_vllm_args
 from engine.settings import GIB, DType, EngineSettings
-from engine.speculation.startup import set_speculative_config
-from engine.weights.validation import TARGET_MODULES
 
 log = logging.getLogger(__name__)
 BFLOAT16_CAPABILITIES: Final = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
@@ -32,17 +28,6 @@ WORKER_EXTENSION = "engine.launch.worker.WorkerExtension"
 RANDOM_SEED_BITS = 31
 USAGE_CONTEXT: Final = UsageContext.OPENAI_API_SERVER
 """Kind of use for which vLLM chooses its batch limits. No usage is reported."""
-PROMPT_KV_CONNECTOR: Final[Mapping[str, Any]] = {
-    "kv_connector": "PromptKvConnector",
-    "kv_connector_module_path": "engine.kv_transfer.connector",
-    "kv_role": "kv_producer",  # loads of a consumer may outlast a step; ours never do
-    "kv_load_failure_policy": "recompute",
-}
-OFFLOADING_CONNECTOR: Final[Mapping[str, Any]] = {
-    "kv_connector": "VersionedOffloadingConnector",
-    "kv_connector_module_path": "engine.kv_transfer.offloading",
-    "kv_role": "kv_both",
-}
 
 
 def cpu_dtype(dtype: DType, capabilities: Mapping[str, object]) -> DType:
@@ -82,7 +67,7 @@ def with_defaults(settings: EngineSettings, *, on_cpu: bool, needs_limits: bool)
     """Settings with the defaults of the platform.
 
     On a GPU vLLM chooses the block size and the batch limits itself, also by model and backend.
-    `needs_limits`: a draft schedule or a plan of CUDA graphs needs the batch limits beforehand.
+    `needs_limits`: a feature needs the batch limits beforehand.
     """
     if on_cpu:
         sequences, tokens = DEFAULT_CPU_SEQUENCES, DEFAULT_CPU_BATCHED_TOKENS
@@ -108,10 +93,9 @@ def _vllm_batch_limits(settings: EngineSettings) -> tuple[int, int]:
 def engine_arguments(
     settings: EngineSettings,
     model: Path,
+    features: Features,
     *,
-    speculation: SpeculationSettings = NO_SPECULATION,
     on_cpu: bool,
-    graphs: Plan | None = None,
     worker_extension: str = WORKER_EXTENSION,
     capabilities: Mapping[str, object] | None = None,
 ) -> AsyncEngineArgs:
@@ -124,28 +108,16 @@ def engine_arguments(
     if on_cpu:
         check_cpu_quantization(settings.quantization, capabilities)
     settings = with_defaults(
-        settings, on_cpu=on_cpu, needs_limits=graphs is not None or speculation.mode != "off"
+        settings, on_cpu=on_cpu, needs_limits=features.needs_batch_limits(on_cpu=on_cpu)
     )
-    _check_routed_experts(settings)
     own = _own_arguments(
         settings, model, on_cpu=on_cpu, capabilities=capabilities, worker_extension=worker_extension
     )
     arguments = AsyncEngineArgs(**{**own, **check_vllm_args(settings)})
     # For constraints that begin after the reasoning.
     arguments.structured_outputs_config.reasoning_parser = settings.reasoning_parser or ""
-    if graphs is not None:
-        _set_capture_sizes(arguments, graphs)
-    if speculation.mode != "off":
-        set_speculative_config(arguments, speculation, graphs, on_cpu=on_cpu)
+    features.set_arguments(arguments, on_cpu=on_cpu)
     return arguments
-
-
-def _check_routed_experts(settings: EngineSettings) -> None:
-    if settings.return_routed_experts and settings.kv_offload_bytes is not None:
-        raise StartFailed(
-            "engine.return_routed_experts and engine.kv_offload_bytes exclude each other: KV that "
-            "is loaded from host memory has no experts; unset one of them"
-        )
 
 
 def _own_arguments(
@@ -187,9 +159,6 @@ def _own_arguments(
         use_tqdm_on_load=False,
         **_memory_arguments(settings, on_cpu=on_cpu),
         **_sleep_mode_arguments(settings, on_cpu=on_cpu),
-        **_weight_transfer_arguments(settings),
-        **_kv_transfer_arguments(settings, on_cpu=on_cpu),
-        **adapters(settings.max_adapters, settings.max_adapter_rank),
     )
 
 
@@ -210,73 +179,7 @@ def _memory_arguments(settings: EngineSettings, *, on_cpu: bool) -> dict[str, An
 
 
 def _sleep_mode_arguments(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:
-    """vLLM's sleep mode, which it does not have on CPU.
-
-    The weights of a draft model stay in host memory at each level.
-    """
+    """vLLM's sleep mode, which it does not have on CPU."""
     if on_cpu or not settings.enable_sleep_mode:
         return {}
-    return {"enable_sleep_mode": True, "sleep_preserve_parameter_names": ["draft.*"]}
-
-
-def _weight_transfer_arguments(settings: EngineSettings) -> dict[str, Any]:
-    if settings.weight_transfer is None:
-        return {}
-    return {"weight_transfer_config": WeightTransferConfig(backend=settings.weight_transfer)}
-
-
-def _set_capture_sizes(arguments: AsyncEngineArgs, plan: Plan) -> None:
-    """Set the CUDA graph capture sizes of a plan.
-
-    vLLM captures their product with the draft lengths, which is then filtered to the plan.
-    """
-    if arguments.compilation_config.cudagraph_capture_sizes is not None:
-        raise StartFailed(
-            "engine.vllm_args.compilation_config.cudagraph_capture_sizes and graphs.budget_bytes "
-            "are both set; set one of them"
-        )
-    arguments.compilation_config.cudagraph_capture_sizes = plan.capture_sizes
-
-
-def _kv_transfer_arguments(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:
-    """vLLM's configuration of one KV connector, or of several in a `MultiConnector`."""
-    connectors = [dict(PROMPT_KV_CONNECTOR)] if settings.prompt_kv else []
-    if settings.kv_offload_bytes is not None:
-        connectors.append(_offloading_connector(settings.kv_offload_bytes, on_cpu=on_cpu))
-    if not connectors:
-        return {}
-    from vllm.config import KVTransferConfig
-
-    several = {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"connectors": connectors},
-    }
-    config = connectors[0] if len(connectors) == 1 else several
-    return {"kv_transfer_config": KVTransferConfig(**config)}
-
-
-def _offloading_connector(num_bytes: int, *, on_cpu: bool) -> dict[str, Any]:
-    if on_cpu:
-        raise StartFailed(
-            "engine.kv_offload_bytes needs a GPU: on CPU the KV cache is in host memory already; "
-            "set engine.cache_bytes instead"
-        )
-    return {
-        **OFFLOADING_CONNECTOR,
-        "kv_connector_extra_config": {"cpu_bytes_to_use": num_bytes},
-    }
-
-
-def adapters(num: int, rank: int) -> dict[str, Any]:
-    """vLLM's LoRA arguments. A step can use all loaded adapters, so vLLM never evicts any."""
-    if not num:
-        return {}
-    return {
-        "enable_lora": True,
-        "max_loras": num,
-        "max_cpu_loras": num,
-        "max_lora_rank": rank,
-        "lora_target_modules": sorted(TARGET_MODULES),
-    }
+    return {"enable_sleep_mode": True}

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from engine import features
 from engine.feature_base import FeatureCounts, Ping
-from engine.kv_versions.core import hooks as kv_versions
-from engine.kv_versions.request_option import keep_option
+from engine.kv_lifetime.core import version_hooks
+from engine.kv_lifetime.keep_option import keep_option
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
@@ -95,7 +95,7 @@ def coppice_reset_prefix_cache(self: "EngineCore", keep_chains: bool = False) ->
     assert self.is_scheduler_paused(), (
         "the prefix cache is reset between two weights versions, while paused"
     )
-    kept = kv_versions.kept_blocks(self)
+    kept = version_hooks.kept_blocks(self)
     kept.before_update(map(_progress, self.scheduler.requests.values()))
     num_running_requests = _stop_caching_running(self.scheduler, keep_chains=keep_chains)
     blocks = kept.blocks_to_keep(keep=keep_chains)
@@ -192,8 +192,8 @@ def _stop_caching_running(scheduler: Any, *, keep_chains: bool) -> int:
     start of such a prompt is prefilled again, a longer prompt could match blocks that mix weights
     versions. A count of cached blocks larger than any length prevents this. vLLM's other readers
     of the count only test that there is one, or that it has grown; `_cache_partial_tail_block`,
-    which does not read it, is patched in `engine.kv_versions.core.hooks`. A preempted request loses
-    the count, is prefilled again under the new weights, and adds its blocks again.
+    which does not read it, is patched in `engine.kv_lifetime.core.version_hooks`. A preempted
+    request loses the count, is prefilled again under the new weights, and adds its blocks again.
 
     A request that has not filled a block yet has no count, so running requests are added by id.
     With `keep_chains`, requests that keep their KV go on: only their chain matches their blocks.
@@ -206,5 +206,5 @@ def _stop_caching_running(scheduler: Any, *, keep_chains: bool) -> int:
     }
     for single in scheduler.kv_cache_manager.coordinator.single_type_managers:
         counted = (running | single.num_cached_block.keys()) - chains
-        single.num_cached_block.update(dict.fromkeys(counted, kv_versions.ALL_BLOCKS_CACHED))
+        single.num_cached_block.update(dict.fromkeys(counted, version_hooks.ALL_BLOCKS_CACHED))
     return len(running)

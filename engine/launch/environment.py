@@ -13,18 +13,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from types import MappingProxyType
 
-from engine.cudagraphs.installed_plan import GRAPHS_ENV
-from engine.cudagraphs.planner import Plan
-from engine.feature_settings import AttentionSettings, SpeculationSettings
 from engine.launch.ranks.machines import network_variables
 from engine.runtime import start_phases
 from engine.runtime.installed_settings import (
-    ATTENTION_ENV,
     CACHE_ENV,
     DIGEST_ENV,
     ENGINE_ENV,
-    SPECULATION_ENV,
 )
 from engine.settings import EngineSettings
 
@@ -34,11 +30,10 @@ _OF_ONE_NODE = frozenset(
 )
 """Engine settings in which the machines of one engine may differ. Prompt KV is off on several."""
 _OF_RANKS = frozenset(
-    (ENGINE_ENV, ATTENTION_ENV, SPECULATION_ENV, GRAPHS_ENV, CACHE_ENV, DIGEST_ENV)
-    + (start_phases.FILE_ENV,)
-    + ("PYTHONWARNINGS", "PYTHONHASHSEED", "HF_HUB_OFFLINE")
-    + ("COPPICE_SHARED_PREFIX_ISA",)
+    ("PYTHONWARNINGS", "PYTHONHASHSEED", "HF_HUB_OFFLINE") + ("COPPICE_SHARED_PREFIX_ISA",)
 )
+_OF_ENGINE = re.compile("COPPICE_ENGINE(_[A-Z]+)*")
+"""Variables of the engine's start and its features; those of settings have two underscores."""
 _PREFIXES_OF_RANKS = (
     *("VLLM_", "NCCL_", "GLOO_", "UCX_", "TORCH", "PYTORCH_"),
     *("OMP_", "KMP_", "GOMP_", "MKL_"),
@@ -56,23 +51,12 @@ NO_STEP_DEADLINE_SECONDS = 10**6
 The heartbeat detects hangs. vLLM's deadline counts time in which the machine was suspended, and
 then stops a healthy engine with several ranks at its next step.
 """
-NO_SPECULATION = SpeculationSettings(mode="off")
 
 
-def settings_digest(
-    settings: EngineSettings,
-    attention: AttentionSettings,
-    speculation: SpeculationSettings,
-    graphs: Plan | None,
-) -> str:
-    """Digest of the settings that all machines of an engine must share."""
-    shared = (
-        settings.model_dump_json(exclude=set(_OF_ONE_NODE)),
-        attention.shared_prefix,
-        speculation.model_dump_json(include={"mode", "longest_draft"}),
-        graphs.to_json() if graphs else "",
-    )
-    return hashlib.sha256("\n".join(shared).encode()).hexdigest()
+def settings_digest(settings: EngineSettings, of_features: Mapping[str, str]) -> str:
+    """Digest of the settings and features' variables that all machines of an engine must share."""
+    shared = settings.model_dump_json(exclude=set(_OF_ONE_NODE))
+    return hashlib.sha256(f"{shared}\n{sorted(of_features.items())}".encode()).hexdigest()
 
 
 def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -82,7 +66,8 @@ def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _is_of_ranks(name: str) -> bool:
     is_of_one_machine = name in _NOT_OF_RANKS or name.endswith(_INTERFACE_SUFFIX)
-    return name in _OF_RANKS or (name.startswith(_PREFIXES_OF_RANKS) and not is_of_one_machine)
+    is_of_ranks = name in _OF_RANKS or _OF_ENGINE.fullmatch(name) is not None
+    return is_of_ranks or (name.startswith(_PREFIXES_OF_RANKS) and not is_of_one_machine)
 
 
 def rank_preload(environment: Mapping[str, str]) -> dict[str, str]:
@@ -101,9 +86,7 @@ def interface_variables(environment: Mapping[str, str]) -> dict[str, str]:
 def engine_environment(
     settings: EngineSettings,
     *,
-    attention: AttentionSettings,
-    speculation: SpeculationSettings = NO_SPECULATION,
-    graphs: Plan | None = None,
+    of_features: Mapping[str, str] = MappingProxyType({}),
     on_cpu: bool,
     temp_dir: Path,
 ) -> Iterator[None]:
@@ -111,14 +94,9 @@ def engine_environment(
     before, affinity = dict(os.environ), os.sched_getaffinity(0)
     network = network_variables(settings)
     os.environ.update(_common_variables() | network | _temp_dir_variables(temp_dir))
-    os.environ[ATTENTION_ENV] = attention.model_dump_json()
-    os.environ[SPECULATION_ENV] = speculation.model_dump_json()
-    os.environ[GRAPHS_ENV] = graphs.to_json() if graphs else ""
+    os.environ.update(of_features)
     os.environ[CACHE_ENV] = str(settings.cache_directory)
-    os.environ[DIGEST_ENV] = settings_digest(settings, attention, speculation, graphs)
-    if speculation.mode != "off":
-        # Positions beyond the model's context are only reserved for drafts, never computed.
-        os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
+    os.environ[DIGEST_ENV] = settings_digest(settings, of_features)
     if on_cpu:
         os.environ.update(
             thread_variables(settings, sorted(affinity)) | _compilation_variables(settings)

@@ -10,23 +10,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.launch import mrv2_speculators
 from engine.patches import (
     chunked_seed,
     cpu_amx_permission,
     cpu_int8_kernel,
     cpu_moe_reload,
     cpu_sampling_expansion,
-    graph_candidates,
     lora_cpu_ops,
     nan_logits,
     reload_memory,
 )
-from engine.runner import prompt_token_ids, routed_experts
 from engine.runtime import gc_and_process_group, start_phases
 from engine.runtime.installed_settings import started_by_coppice
-from engine.sampling_support import hooks as sampling_support
-from engine.sampling_support import sampling_hooks
+from engine.sampling import control_hooks, prompt_token_ids, routed_experts, support_hooks
 
 MODEL_PROCESSES = ("EngineCore", "VllmWorker")
 CPU_SHIM = "vllm.v1.worker.cpu.shm"
@@ -121,20 +117,8 @@ PATCHES = (
         processes=MODEL_PROCESSES,
     ),
     Patch(
-        name="graph_candidates",
-        install=graph_candidates.install,
-        platform="gpu",
-        processes=MODEL_PROCESSES,
-    ),
-    Patch(
         name="reload_memory",
         install=reload_memory.install,
-        platform="gpu",
-        processes=MODEL_PROCESSES,
-    ),
-    Patch(
-        name="speculators",
-        install=mrv2_speculators.install,
         platform="gpu",
         processes=MODEL_PROCESSES,
     ),
@@ -180,13 +164,13 @@ def install() -> None:
         gc_and_process_group.create_process_group()
         gc_and_process_group.exit_with_service()
         core_methods.install()
-        sampling_support.install_in_engine_core()
+        support_hooks.install_in_engine_core()
     install_patches(name)
     if name.startswith(MODEL_PROCESSES):
         from engine import features  # not needed in vLLM's other processes
 
-        sampling_support.install_in_worker()
-        sampling_hooks.install()
+        support_hooks.install_in_worker()
+        control_hooks.install()
         features.install_in_worker()
         start_phases.install()
     check_cpu_shim()

@@ -25,20 +25,18 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from engine.cudagraphs.from_settings import plan_for_start
 from engine.errors import EngineDead, StartFailed
-from engine.feature_base import StartSettings
 from engine.features import Features
-from engine.launch.arguments import USAGE_CONTEXT, engine_arguments, with_defaults
+from engine.launch.arguments import USAGE_CONTEXT, engine_arguments
 from engine.launch.environment import engine_environment
 from engine.launch.ranks.data_parallel import check_model, install_coordinator
 from engine.launch.ranks.placement import count_running_tokens
 from engine.launch.vllm_seams import check_version
-from engine.runner.routed_experts import accept_cpu_runner
 from engine.runtime.await_engine import await_engine
 from engine.runtime.leftover_files import TempDir, remove_leftover_shared_memory
 from engine.runtime.start_phases import StartPhases
-from engine.sampling_support import hooks as sampling_support
+from engine.sampling import support_hooks
+from engine.sampling.routed_experts import accept_cpu_runner
 from engine.settings import EngineSettings
 
 log = logging.getLogger(__name__)
@@ -55,10 +53,9 @@ class VllmProcesses:
     """Starts, calls and stops the EngineCores and their workers."""
 
     def __init__(
-        self, settings: StartSettings, features: Features, *, worker_extension: str
+        self, settings: EngineSettings, features: Features, *, worker_extension: str
     ) -> None:
-        self._start_settings = settings
-        self._settings = settings.engine
+        self._settings = settings
         self._features = features
         self._worker_extension = worker_extension
         self._starting: asyncio.Future[None] | None = None
@@ -97,25 +94,17 @@ class VllmProcesses:
 
     def _launch(self, model: Path, temp_dir: TempDir) -> bool:
         """Create the AsyncLLM; false if its configuration has changed the settings instead."""
-        settings, on_cpu = self._start_settings, current_platform.is_cpu()
-        speculation, graphs = settings.speculation, settings.graphs
-        limited = with_defaults(
-            self._settings, on_cpu=on_cpu, needs_limits=graphs.budget_bytes is not None
-        )
-        plan = plan_for_start(limited, graphs, speculation, model, on_cpu=on_cpu)
+        on_cpu = current_platform.is_cpu()
         arguments = engine_arguments(
             self._settings,
             model,
-            speculation=speculation,
+            self._features,
             on_cpu=on_cpu,
-            graphs=plan,
             worker_extension=self._worker_extension,
         )
         with engine_environment(
             self._settings,
-            attention=settings.attention,
-            speculation=speculation,
-            graphs=plan,
+            of_features=self._features.environment(),
             on_cpu=on_cpu,
             temp_dir=temp_dir.path,
         ):
@@ -215,7 +204,7 @@ def _start_failures() -> Iterator[None]:
 
 def _create_llm(config: VllmConfig) -> AsyncLLM:
     """Create the AsyncLLM and cache environment variables, which vLLM would read per token."""
-    sampling_support.install_in_service()
+    support_hooks.install_in_service()
     install_coordinator()
     llm = AsyncLLM.from_vllm_config(config, usage_context=USAGE_CONTEXT)
     if config.parallel_config.data_parallel_size > 1:

@@ -20,7 +20,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from engine.errors import StartFailed
 from engine.launch.chat_template_options import load_template
 from engine.settings import EngineSettings
-from engine.vllm_settings import PASSED_UNCHANGED
+from engine.settings.vllm_arguments import PASSED_UNCHANGED
 
 COVERED: Final = {
     "max_model_len": "engine.max_context_tokens",

@@ -6,11 +6,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.adapters.feature import Adapters
-from engine.io.sampling_checks import SamplingChecks
-from engine.io.vllm_requests import Generation
-from engine.kv_retention.feature import SessionKvRetention
+from engine.kv_lifetime.feature import SessionKvRetention
 from engine.kv_transfer.feature import PromptKvExport
 from engine.parts.state import VllmState
+from engine.requests.sampling_checks import SamplingChecks
+from engine.requests.vllm_requests import Generation
 from engine.types.samples import (
     Completion,
     FinishedListener,

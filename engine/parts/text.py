@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from engine.io import logprobs
-from engine.io.chat_conversion import ChatProcessor
 from engine.parts.state import VllmState
 from engine.protocol.text import DEFAULT_SAMPLING, ResponseStream
+from engine.requests import logprobs
+from engine.requests.chat_conversion import ChatProcessor
 from engine.types.chat import ChatRequest, ChatResponse
 from engine.types.samples import Sampling
 

@@ -36,7 +36,7 @@ from engine.speculation.cost import (
     StepCostModel,
     best_speedup,
 )
-from engine.speculation.process_settings import settings
+from engine.speculation.settings import process_settings
 
 
 def engine_key(config: Any) -> CacheKey:
@@ -165,7 +165,7 @@ def predict_gain(
 
 def may_speed_up(steps: Sequence[Step], config: Any) -> bool:
     """Return whether to draft, given measured steps: always, unless the mode is `auto`."""
-    if settings().mode != "auto":
+    if process_settings().mode != "auto":
         return True
     prediction = predict_gain(
         steps, baseline_cache(config).read(), config.speculative_config.num_speculative_tokens

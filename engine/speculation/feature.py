@@ -1,8 +1,11 @@
 """Speculative decoding as a feature of the engine: where drafts come from, and what they gain."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
 
 from engine.errors import StartFailed
 from engine.feature_base import (
@@ -13,13 +16,15 @@ from engine.feature_base import (
     WorkerPart,
     feature_status,
 )
-from engine.runtime.installed_settings import speculation_settings
-from engine.speculation import process_settings, startup
+from engine.speculation import settings as process_settings
+from engine.speculation import startup
 from engine.speculation.baseline import GainPrediction
 from engine.speculation.core import baseline_methods, engine_core_methods
 from engine.speculation.cost import MIN_SPEEDUP
 from engine.speculation.counters import COUNTERS, to_speculation_stats
+from engine.speculation.settings import ENVIRONMENT, SpeculationSettings
 from engine.speculation.worker import methods as worker_methods
+from engine.speculation.worker import mrv2_speculators
 from engine.types.feature_stats import FeatureStatus, SpeculationStats
 from engine.types.info import EngineInfo
 
@@ -31,7 +36,9 @@ DRAFTS: Final = {
 
 
 def _install() -> None:
-    process_settings.install(speculation_settings())
+    process_settings.install(process_settings.settings_of_environment())
+    if not current_platform.is_cpu():
+        mrv2_speculators.install()
 
 
 class Speculation(EngineFeature):
@@ -52,10 +59,15 @@ class Speculation(EngineFeature):
 
     def __init__(self, settings: StartSettings) -> None:
         super().__init__(settings)
-        self._requested = settings.speculation
-        self._why_off = startup.why_off(settings.speculation, settings.engine)
+        self._requested = settings.of(SpeculationSettings)
+        self._why_off = startup.why_off(self._requested, settings.engine)
         self._prediction: GainPrediction | None = None
         self._is_started = False
+
+    @property
+    def _usable(self) -> SpeculationSettings:
+        """Settings without a mode that cannot be used."""
+        return self.settings.of(SpeculationSettings)
 
     def check(self) -> None:
         """Refuse an explicit mode with several engines, and replace one that cannot be used."""
@@ -65,19 +77,34 @@ class Speculation(EngineFeature):
                 f"engine.data_parallel_size and speculation.mode {mode} exclude each other: step "
                 "times and drafts are those of one engine; set speculation.mode: off"
             )
-        self.settings.speculation = startup.resolve_mode(self._requested, engine)
+        self.settings.replace(startup.resolve_mode(self._requested, engine))
+
+    def needs_batch_limits(self, *, on_cpu: bool) -> bool:
+        return self._usable.mode != "off"
+
+    def set_arguments(self, arguments: AsyncEngineArgs, *, on_cpu: bool) -> None:
+        if self._usable.mode != "off":
+            startup.set_speculative_config(arguments, self._usable, on_cpu=on_cpu)
+
+    def environment(self) -> Mapping[str, str]:
+        usable = self._usable
+        variables = {ENVIRONMENT: usable.model_dump_json(include={"mode", "longest_draft"})}
+        if usable.mode != "off":
+            # Positions beyond the model's context are only reserved for drafts, never computed.
+            variables["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
+        return variables
 
     def accept(self, config: Any) -> bool:
-        reason = startup.find_obstacle(config, self.settings.speculation)
+        reason = startup.find_obstacle(config, self._usable)
         if reason is None:
             return True
         self._why_off = reason
-        self.settings.speculation = self.settings.speculation.model_copy(update={"mode": "off"})
+        self.settings.replace(self._usable.model_copy(update={"mode": "off"}))
         return False
 
     async def start(self, info: EngineInfo) -> None:
         """Start drafting from siblings, and predict the gain of whatever drafts."""
-        settings = self.settings.speculation
+        settings = self._usable
         if settings.mode != "off":
             with self.engine.phases.phase("calibrating"):
                 await startup.start_drafting(self.engine.llm, settings, info)

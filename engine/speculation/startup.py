@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from vllm import envs
@@ -12,16 +13,15 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from engine.cudagraphs.planner import Plan
+from engine.cudagraphs.draft_lengths import draft_length_schedule
 from engine.errors import StartFailed
-from engine.feature_settings import SpeculationSettings
 from engine.runtime.await_engine import await_engine
 from engine.settings import EngineSettings
 from engine.speculation.baseline import GainPrediction
 from engine.speculation.cost import ProfileBatch, draft_lengths, num_tokens, profile_batches
-from engine.speculation.process_settings import SIBLING_MODES
+from engine.speculation.settings import SIBLING_MODES, SpeculationSettings
 from engine.types.info import EngineInfo
-from kernels.draft_index.store import is_built
+from kernels.draft_index.compiled_store import is_built
 
 log = logging.getLogger(__name__)
 PROFILE_SECONDS = 5.0
@@ -33,7 +33,6 @@ GPU_METHOD = "ngram_gpu"
 def set_speculative_config(
     arguments: AsyncEngineArgs,
     settings: SpeculationSettings,
-    graphs: Plan | None = None,
     *,
     on_cpu: bool,
 ) -> None:
@@ -54,36 +53,21 @@ def set_speculative_config(
     arguments.speculative_config = {
         **_method_config(arguments, settings, on_cpu=on_cpu),
         "num_speculative_tokens": max_draft_tokens,
-        "num_speculative_tokens_per_batch_size": _draft_length_schedule(
-            arguments, _captured_lengths(settings, graphs, on_cpu=on_cpu)
+        "num_speculative_tokens_per_batch_size": draft_length_schedule(
+            _captured_lengths(settings, on_cpu=on_cpu), arguments.max_num_seqs
         ),
     }
 
 
-def _captured_lengths(
-    settings: SpeculationSettings, graphs: Plan | None, *, on_cpu: bool
-) -> set[int]:
-    """Draft lengths for which vLLM captures CUDA graphs; on CPU the longest draft alone."""
+def _captured_lengths(settings: SpeculationSettings, *, on_cpu: bool) -> Iterable[int]:
+    """Draft lengths for which vLLM captures CUDA graphs; on CPU the longest draft alone.
+
+    A plan of CUDA graphs replaces them by its own.
+    """
     longest = settings.longest_draft
     if settings.mode != "drafter" and on_cpu:
         return {longest}
-    if graphs is not None:
-        return {longest, *graphs.max_samples}
-    return set(range(longest + 1) if settings.mode == "drafter" else draft_lengths(longest))
-
-
-def _draft_length_schedule(
-    arguments: AsyncEngineArgs, lengths: set[int]
-) -> list[tuple[int, int, int]]:
-    """Draft lengths per range of batch sizes, for vLLM's `speculative_config`.
-
-    Lengths are chosen step by step and ignore this schedule. But vLLM captures CUDA graphs for the
-    lengths in it (v1/worker/gpu/cudagraph_utils.py:289), so each length occurs once.
-    """
-    most = arguments.max_num_seqs
-    descending = sorted(lengths, reverse=True)[:most]
-    schedule = [(number, number, length) for number, length in enumerate(descending, start=1)]
-    return [*schedule[:-1], (len(descending), most, descending[-1])]
+    return range(longest + 1) if settings.mode == "drafter" else draft_lengths(longest)
 
 
 def _method_config(

@@ -1,5 +1,8 @@
 """Weights from a trainer's GPU memory as a feature of the engine."""
 
+from vllm.config import WeightTransferConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+
 from engine.errors import StartFailed
 from engine.feature_base import EngineFeature, refuse_several_machines
 
@@ -16,6 +19,10 @@ class WeightTransfer(EngineFeature):
                 "weights in GPU memory are handed over on one machine",
                 "engine.weight_transfer to none",
             )
+
+    def set_arguments(self, arguments: AsyncEngineArgs, *, on_cpu: bool) -> None:
+        if (backend := self.settings.engine.weight_transfer) is not None:
+            arguments.weight_transfer_config = WeightTransferConfig(backend=backend)
 
     async def prepare(self) -> None:
         """Raise StartFailed if a worker cannot receive weights in GPU memory."""

@@ -5,7 +5,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from engine.settings_base import Seconds, SecondsOrZero, Section
+from engine.settings.base import Seconds, SecondsOrZero, Section
 
 
 class ClusterSettings(Section):

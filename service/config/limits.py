@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from engine.settings_base import Bytes, PositiveInt, Seconds, Section
+from engine.settings.base import Bytes, PositiveInt, Seconds, Section
 
 AtLeast1024 = Annotated[int, Field(ge=1024)]
 

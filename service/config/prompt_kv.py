@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from engine.settings_base import BufferBytes, Bytes, PositiveInt, Seconds, Section
+from engine.settings.base import BufferBytes, Bytes, PositiveInt, Seconds, Section
 
 
 class KvSettings(Section):

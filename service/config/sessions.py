@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from engine.settings_base import Bytes, PositiveInt, Section
+from engine.settings.base import Bytes, PositiveInt, Section
 
 
 class SessionsSettings(Section):

@@ -12,15 +12,17 @@ from pydantic import BaseModel, BeforeValidator, Field, model_validator
 from pydantic.fields import FieldInfo
 
 from coppice.wire.base import Label
-from engine.feature_settings import AttentionSettings, GraphsSettings, SpeculationSettings
+from engine.attention.settings import AttentionSettings
+from engine.cudagraphs.settings import GraphsSettings
 from engine.settings import EngineSettings, default_cache_directory
-from engine.settings_base import (
+from engine.settings.base import (
     Count,
     Port,
     PositiveInt,
     Seconds,
     Section,
 )
+from engine.speculation.settings import SpeculationSettings
 from service.config.allowed_peers import parse_allowed
 from service.config.cluster import ClusterSettings
 from service.config.limits import LimitsSettings

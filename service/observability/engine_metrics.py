@@ -7,7 +7,7 @@ from typing import get_args
 
 from prometheus_client import CollectorRegistry
 
-from engine.feature_settings import MAX_DRAFT_TOKENS
+from engine.speculation.settings import MAX_DRAFT_TOKENS
 from engine.types.feature_stats import (
     AttentionFallbackReason,
     CudaGraphStats,

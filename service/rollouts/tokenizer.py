@@ -12,7 +12,7 @@ from coppice.wire.rollouts import Prompt
 from engine import errors
 from engine.errors import ConversationRefused, NoTurnEnd, RequestRefused
 from engine.protocol.text import ResponseStream, Text
-from engine.stop_text import response_text, tokens_of_text
+from engine.requests.stop_text import response_text, tokens_of_text
 from engine.types.chat import ChatRequest, ChatResponse, truncated
 from engine.types.samples import Sampling
 from service.errors import InvalidRequest, NoChatTemplate, PromptTooLong

@@ -23,9 +23,9 @@ from bench.planned_graphs_gpu import (
 )
 from bench.planned_graphs_gpu import main as bench
 from engine.cudagraphs.allowed_shapes import CaptureLimits
+from engine.cudagraphs.draft_lengths import DraftLengthTiers
 from engine.cudagraphs.evaluation import PerLengthLookup, VllmLookup, estimate_memory, score
 from engine.cudagraphs.shapes import read_trace
-from engine.draft_lengths import DraftLengthTiers
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU")

@@ -22,7 +22,7 @@ from bench.harness.speculation_results import (
 )
 from bench.harness.teacher_forced import Fixed, OraclePolicy, TeacherForced
 from engine.speculation.cost import Step
-from kernels.draft_index import store
+from kernels.draft_index.compiled_store import is_built
 from tests.engine.speculation.cost_simulator import Drafts
 
 TEXT = [5, 6, 7, 8]
@@ -169,7 +169,7 @@ def test_guard_leaves_rounds_without_cpu_time_out_of_its_comparison() -> None:
     assert rows == ["ours over off, 2 rounds, wall time", "ours over off, 1 rounds, CPU time"]
 
 
-@pytest.mark.skipif(not store.is_built(), reason="the draft store was not built: no C++ compiler")
+@pytest.mark.skipif(not is_built(), reason="the draft store was not built: no C++ compiler")
 def test_estimates_are_per_round_with_the_oracle_as_the_bound() -> None:
     steps = [
         Step(running=rows, context=40 * rows, verified=rows * more, seconds=1 + rows * more / 50)

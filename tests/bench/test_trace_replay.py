@@ -13,10 +13,11 @@ from bench.straggler_drafts import NO_DRAFTS, ORACLE, OURS, replay_waves, rows_o
 from engine.speculation.calibration import DraftCalibration
 from engine.speculation.controller import Controller as Ruling
 from engine.speculation.cost import Step, StepCostModel
-from kernels.draft_index import store
+from kernels.draft_index.compiled_store import is_built
 
 pytestmark = pytest.mark.skipif(
-    not store.is_built(), reason="the library was not built: no C++ compiler when it was installed"
+    not is_built(),
+    reason="the library was not built: no C++ compiler when it was installed",
 )
 TEXT = tuple(range(5, 45))
 

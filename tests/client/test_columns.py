@@ -39,7 +39,7 @@ from coppice.wire.rollouts import (
     SegmentAnswer,
     UnfinishedSample,
 )
-from engine.sampling_support.rows import encode_mask
+from engine.sampling.support_rows import encode_mask
 from tests.client.answers import USAGE
 
 VOCAB_SIZE = 16

@@ -7,7 +7,7 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from kernels.draft_index.store import is_built
+from kernels.draft_index.compiled_store import is_built
 from tests.compat.programs import install, run_client_program
 from tests.invariants.service_process import home, service
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from coppice.wire.rollouts import SampleAnswer
-from engine.io.response_parsers import STREAMING_TOOL_PARSERS
-from engine.io.response_stream import ParsedStream
 from engine.protocol.text import DEFAULT_SAMPLING, ResponseStream
+from engine.requests.response_parsers import STREAMING_TOOL_PARSERS
+from engine.requests.response_stream import ParsedStream
 from engine.types.chat import ChatRequest, ChatResponse, ToolCall, ToolCallPart
 from service.compat.anthropic_stream import _BlockEvents, content_blocks
 from service.compat.openai_response_events import OutputItems

@@ -8,8 +8,9 @@ from typing import Any
 
 from coppice import AsyncRollouts
 from coppice.results import RolloutResult
-from engine.feature_settings import AttentionSettings, SpeculationSettings
+from engine.attention.settings import AttentionSettings
 from engine.settings import EngineSettings
+from engine.speculation.settings import SpeculationSettings
 from engine.vllm_engine import VllmEngine
 from tests.serving import Served, serving
 

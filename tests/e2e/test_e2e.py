@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from coppice import Branching, Kv, SampleRecord, WeightsConstraint
 from coppice.results import RolloutResult
-from engine.feature_settings import SpeculationSettings
+from engine.speculation.settings import SpeculationSettings
 from engine.types.feature_stats import SharedPrefixStats
 from tests.e2e.broken_files import broken_files
 from tests.e2e.drafter_checks import (

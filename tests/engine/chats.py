@@ -11,7 +11,7 @@ from typing import Any
 from vllm.engine.arg_utils import EngineArgs
 from vllm.renderers.registry import renderer_from_config
 
-from engine.io.chat_conversion import ChatProcessor
+from engine.requests.chat_conversion import ChatProcessor
 from engine.settings import EngineSettings
 from engine.types.chat import ChatRequest, ChatResponse
 from tests.engine.seedling import MODEL

@@ -90,12 +90,13 @@ def _started(mode: str, folder: Path) -> Iterator[dict[str, Any]]:
     """vLLM's arguments for an engine with every feature, after the plugin's hooks."""
     from vllm.engine.arg_utils import EngineArgs
 
-    from engine.cudagraphs.from_settings import plan_for_start
-    from engine.feature_settings import AttentionSettings, GraphsSettings, SpeculationSettings
+    from engine.attention.settings import AttentionSettings
+    from engine.cudagraphs.settings import GraphsSettings
     from engine.launch import plugin
-    from engine.launch.arguments import engine_arguments
     from engine.launch.environment import engine_environment
     from engine.settings import EngineSettings
+    from engine.speculation.settings import SpeculationSettings
+    from tests.engine.made_arguments import arguments_and_environment
 
     settings = EngineSettings(
         model=str(MODEL),
@@ -111,18 +112,19 @@ def _started(mode: str, folder: Path) -> Iterator[dict[str, Any]]:
         cache_directory=folder,
         vllm_args={"compilation_config": {"mode": 0, "custom_ops": ["none"]}},
     )
-    speculation = SpeculationSettings(mode=mode, longest_draft=3, drafter=MODEL)
-    graphs = GraphsSettings(budget_bytes=2**30)
-    plan = plan_for_start(settings, graphs, speculation, MODEL, on_cpu=False)
-    made = engine_arguments(settings, MODEL, speculation=speculation, on_cpu=False, graphs=plan)
+    made, variables = arguments_and_environment(
+        settings,
+        MODEL,
+        attention=AttentionSettings(shared_prefix="auto" if mode == "off" else "always"),
+        speculation=SpeculationSettings(mode=mode, longest_draft=3, drafter=MODEL),
+        graphs=GraphsSettings(budget_bytes=2**30),
+    )
     given = {each.name: getattr(made, each.name) for each in fields(EngineArgs)}
     extension = given.pop("worker_extension_cls")
     del given["model"]
     with engine_environment(
         settings,
-        attention=AttentionSettings(shared_prefix="auto" if mode == "off" else "always"),
-        speculation=speculation,
-        graphs=plan,
+        of_features=variables,
         on_cpu=False,
         temp_dir=folder,
     ):

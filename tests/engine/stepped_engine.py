@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from engine.kv_versions import spans as kv_versions
-from engine.kv_versions.request_option import KEEP_KV_ARG, KeepOption
+from engine.kv_lifetime import version_spans
+from engine.kv_lifetime.keep_option import KEEP_KV_ARG, KeepOption
 from engine.launch import core_methods
 from engine.launch.plugin import install_patches
-from engine.sampling_support import hooks
-from engine.sampling_support.step import rows_of
+from engine.sampling import support_hooks
+from engine.sampling.step_supports import rows_of
 from engine.types.kv import ExportSlot, KvLoad, KvTransferParams
 from engine.types.samples import KvVersionSpan, VersionSpan
 
@@ -46,10 +46,10 @@ class Answer:
 
 def install_hooks() -> None:
     """Install the hooks of all processes. They change only steps with a request for supports."""
-    hooks.install_in_service()
-    kv_versions.install()
-    hooks.install_in_engine_core()
-    hooks.install_in_worker()
+    support_hooks.install_in_service()
+    version_spans.install()
+    support_hooks.install_in_engine_core()
+    support_hooks.install_in_worker()
 
 
 class LiveEngine:
@@ -106,7 +106,7 @@ class LiveEngine:
         An adapter is one that `load_adapter_request` has loaded. The requests of a chain keep their
         KV across weights updates.
         """
-        from engine.io.request_params import RequestParams
+        from engine.requests.request_params import RequestParams
 
         params = RequestParams(
             **{"temperature": 0.0, "ignore_eos": True, "detokenize": False, "logprobs": 0}
@@ -240,8 +240,8 @@ def _answer(output: Any) -> Answer:
         token_ids=list(completion.token_ids),
         logprobs=[entry[token].logprob for token, entry in pairs if entry],
         versions=versions,
-        kv_versions=kv_versions.kv_version_spans(
-            kv_versions.reports_of(output), versions, len(output.prompt_token_ids)
+        kv_versions=version_spans.kv_version_spans(
+            version_spans.reports_of(output), versions, len(output.prompt_token_ids)
         ),
         num_cached_tokens=output.num_cached_tokens,
         support=rows_of(completion.sampling_mask or ()),

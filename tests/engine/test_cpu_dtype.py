@@ -7,8 +7,9 @@ from contextlib import nullcontext
 import pytest
 
 from engine.errors import StartFailed
-from engine.launch.arguments import cpu_dtype, engine_arguments
+from engine.launch.arguments import cpu_dtype
 from engine.settings import DType, EngineSettings
+from tests.engine.made_arguments import engine_arguments
 from tests.engine.seedling import MODEL
 
 AVX2: Mapping[str, object] = {"avx2": True, "avx512_bf16": False, "amx_bf16": False}

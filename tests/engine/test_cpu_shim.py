@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from engine.feature_settings import AttentionSettings, SpeculationSettings
+from engine.attention.settings import AttentionSettings
 from engine.launch.environment import engine_environment
 from engine.launch.plugin import CPU_SHIM
 from engine.settings import EngineSettings
+from engine.speculation.settings import SpeculationSettings
+from tests.engine.made_arguments import features_of
 
 pytestmark = pytest.mark.engine
 
@@ -51,12 +53,13 @@ print("unchanged")
 
 def run(tmp_path: Path, program: str) -> "subprocess.CompletedProcess[str]":
     """The end of a process with the environment of a GPU engine's processes."""
-    with engine_environment(
+    features = features_of(
         EngineSettings(),
         attention=AttentionSettings(shared_prefix="always"),
         speculation=SpeculationSettings(mode="siblings"),
-        on_cpu=False,
-        temp_dir=tmp_path,
+    )
+    with engine_environment(
+        EngineSettings(), of_features=features.environment(), on_cpu=False, temp_dir=tmp_path
     ):
         return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
 

@@ -8,16 +8,17 @@ from typing import Any
 import pytest
 
 from engine.cudagraphs.counters import aggregate_engines
+from engine.cudagraphs.settings import GraphsSettings
 from engine.errors import StartFailed
-from engine.feature_settings import AttentionSettings, GraphsSettings, SpeculationSettings
-from engine.launch.arguments import engine_arguments
 from engine.launch.environment import engine_environment
 from engine.launch.ranks.data_parallel import check_model
 from engine.measure_baseline import measure
 from engine.settings import EngineSettings
+from engine.speculation.settings import SpeculationSettings
 from engine.speculation.startup import resolve_mode, why_off
 from engine.types.feature_stats import CudaGraphStats, KvRetentionStats, SharedPrefixStats, total
 from engine.vllm_engine import VllmEngine
+from tests.engine.made_arguments import engine_arguments
 from tests.engine.seedling import MODEL
 
 
@@ -46,7 +47,6 @@ async def test_baseline_of_several_engines_is_refused() -> None:
     with pytest.raises(StartFailed, match="set engine.data_parallel_size: 1"):
         await measure(
             two(),
-            attention=AttentionSettings(),
             speculation=SpeculationSettings(),
             graphs=GraphsSettings(),
         )
@@ -92,9 +92,7 @@ def test_threads_of_several_engines_are_not_bound_to_the_same_processors(
     for name in ("KMP_AFFINITY", "GOMP_CPU_AFFINITY", "VLLM_CPU_OMP_THREADS_BIND"):
         monkeypatch.delenv(name, raising=False)
     threads = len(os.sched_getaffinity(0))
-    with engine_environment(
-        two(cpu_threads=threads), attention=AttentionSettings(), on_cpu=True, temp_dir=tmp_path
-    ):
+    with engine_environment(two(cpu_threads=threads), on_cpu=True, temp_dir=tmp_path):
         assert os.environ["OMP_NUM_THREADS"] == str(threads)
         assert not {"KMP_AFFINITY", "GOMP_CPU_AFFINITY"} & os.environ.keys()
 

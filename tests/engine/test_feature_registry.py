@@ -11,13 +11,13 @@ import engine
 from engine.drafter.feature import DraftModel
 from engine.errors import EngineDead, LoadFailed
 from engine.feature_base import StartSettings
-from engine.feature_settings import SpeculationSettings
 from engine.features import FEATURES, Features, core_methods, worker_methods
 from engine.launch.worker import WorkerExtension
 from engine.protocol.features import DRAFT_MODEL
 from engine.runtime.engine_calls import SleepListener
 from engine.runtime.heartbeat import Heartbeat
 from engine.settings import EngineSettings
+from engine.speculation.settings import SpeculationSettings
 from engine.types.samples import KV_CACHE, WEIGHTS, SleepTag
 from engine.weights.checkpoint import read_base_checkpoint
 from engine.weights.sleep_mode import SleepMode
@@ -70,7 +70,7 @@ def test_settings_that_cannot_be_used_are_replaced() -> None:
         speculation=SpeculationSettings(mode="siblings"),
     )
     Features(settings).check()
-    assert settings.speculation.mode == "off"
+    assert settings.of(SpeculationSettings).mode == "off"
 
 
 class Processes:

@@ -12,13 +12,14 @@ from vllm.platforms import current_platform
 
 from engine.attention import register
 from engine.attention.feature import UNSUPPORTED
+from engine.attention.settings import AttentionSettings
 from engine.feature_base import StartSettings
-from engine.feature_settings import AttentionSettings, SpeculationSettings
 from engine.features import Features
 from engine.kv_transfer.feature import KvSupport, PromptKvExport
 from engine.runtime.feature_guard import Feature
 from engine.settings import EngineSettings
 from engine.speculation import startup
+from engine.speculation.settings import SpeculationSettings
 from engine.types.feature_stats import AttentionFallbackReason, AttentionState, FeatureStatus
 from tests.engine.model_families import save_family
 from tests.engine.seedling import MODEL

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 from coppice import AsyncRollouts, WeightsConstraint
-from engine.feature_settings import AttentionSettings
+from engine.attention.settings import AttentionSettings
 from engine.settings import EngineSettings
 from engine.vllm_engine import VllmEngine
 from service.cluster.in_memory import InMemoryRegistry

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from engine.feature_settings import AttentionSettings
 from engine.launch.environment import engine_environment
 from engine.runtime import gc_and_process_group
 from engine.settings import EngineSettings
@@ -38,8 +37,6 @@ def test_failed_import_enables_the_collector_again() -> None:
 
 @pytest.mark.engine
 def test_engine_process_collects_after_the_plugin_is_installed(tmp_path: Path) -> None:
-    with engine_environment(
-        EngineSettings(), attention=AttentionSettings(), on_cpu=True, temp_dir=tmp_path
-    ):
+    with engine_environment(EngineSettings(), on_cpu=True, temp_dir=tmp_path):
         child = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True)
     assert child.returncode == 0, child.stderr

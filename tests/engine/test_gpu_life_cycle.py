@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kernels.draft_index.store import is_built
+from kernels.draft_index.compiled_store import is_built
 from tests.engine.gpu_life_cycle import GROUP, Report, live
 from tests.engine.greedy import logit_gap_to_greedy
 from tests.engine.seedling import reference

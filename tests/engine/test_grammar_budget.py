@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine.sampling_support.grammar_budget import (
+from engine.sampling.control_hooks import name_overrun
+from engine.sampling.grammar_budget import (
     BUDGET_SECONDS,
     OVERRUN,
     Budget,
@@ -15,7 +16,6 @@ from engine.sampling_support.grammar_budget import (
     budget_of,
     in_grammar_thread,
 )
-from engine.sampling_support.sampling_hooks import name_overrun
 
 
 class Row:

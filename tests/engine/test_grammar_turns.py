@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from engine.errors import QueueFull, SamplingRefused
-from engine.io.check_limiter import CLIENT_BYTES, LONG_SECONDS, SLOW_SECONDS, CheckLimiter
-from engine.io.grammar_check import (
+from engine.requests.check_limiter import CLIENT_BYTES, LONG_SECONDS, SLOW_SECONDS, CheckLimiter
+from engine.requests.grammar_check import (
     CHECK_BYTES,
     MAX_RESULTS,
     REFUSAL_SECONDS,
     GrammarChecker,
     Results,
 )
-from engine.io.grammar_worker import Answer
+from engine.requests.grammar_worker import Answer
 from engine.types.samples import Sampling, StructuredOutputs
 
 pytestmark = pytest.mark.asyncio

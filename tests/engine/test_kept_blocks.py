@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from engine.kv_versions.core.kept_blocks import KeptBlocks
-from engine.kv_versions.request_option import KEEP_KV_ARG, KeepOption
+from engine.kv_lifetime.core.kept_blocks import KeptBlocks
+from engine.kv_lifetime.keep_option import KEEP_KV_ARG, KeepOption
 
 BLOCK = 4
 

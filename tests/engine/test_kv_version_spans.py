@@ -1,6 +1,6 @@
 """Spans of KV versions, from the reports of EngineCore."""
 
-from engine.kv_versions.spans import Reports, cut_kv_versions, kv_version_spans
+from engine.kv_lifetime.version_spans import Reports, cut_kv_versions, kv_version_spans
 from engine.types.samples import KvVersionSpan, VersionSpan
 
 Span = tuple[str, int, int, int]

@@ -18,7 +18,7 @@ from coppice.train import (
     compute_prompt_kv,
     grouped_backward,
 )
-from engine.feature_settings import AttentionSettings
+from engine.attention.settings import AttentionSettings
 from engine.speculation.counters import COUNTERS
 from engine.types.feature_stats import FeatureStatus, SharedPrefixStats
 from engine.types.kv import ExportSlot, KvFormat, LayerFormat

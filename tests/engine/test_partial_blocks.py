@@ -11,10 +11,10 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
-from engine.kv_versions.core import hooks
-from engine.kv_versions.request_option import KEEP_KV_ARG, KeepOption
+from engine.kv_lifetime.core import version_hooks
+from engine.kv_lifetime.keep_option import KEEP_KV_ARG, KeepOption
 from engine.launch.core_methods import _clear_block_hashes, _stop_caching_running
-from tests.engine.kv_retention.test_kv_cache_manager import BLOCK, FULL, SLIDING
+from tests.engine.kv_lifetime.test_kv_cache_manager import BLOCK, FULL, SLIDING
 
 PROMPT = list(range(7 * BLOCK + 1))
 """Three blocks of twice BLOCK tokens, a part of BLOCK tokens, and one token."""
@@ -22,7 +22,7 @@ PROMPT = list(range(7 * BLOCK + 1))
 
 @pytest.fixture
 def manager() -> KVCacheManager:
-    hooks.install()
+    version_hooks.install()
     init_none_hash(sha256)
     specs = [FULL.copy_with_new_block_size(2 * BLOCK), SLIDING]
     groups = [KVCacheGroupSpec([str(index)], spec) for index, spec in enumerate(specs)]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from vllm.v1.outputs import SamplingMaskLists
 
-from engine.io.logprob_arrays import LogprobChunks
-from engine.io.vllm_requests import Generation, PendingSample, to_completion
+from engine.requests.logprob_arrays import LogprobChunks
+from engine.requests.vllm_requests import Generation, PendingSample, to_completion
 from engine.types.samples import SampleRequest, Sampling, TokenDelta, VersionSpan
 
 NAN = math.nan

@@ -3,10 +3,11 @@
 import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
 
-from engine.feature_settings import SpeculationSettings
 from engine.launch import arguments
-from engine.launch.arguments import USAGE_CONTEXT, engine_arguments
+from engine.launch.arguments import USAGE_CONTEXT
 from engine.settings import EngineSettings
+from engine.speculation.settings import SpeculationSettings
+from tests.engine.made_arguments import engine_arguments
 from tests.engine.seedling import MODEL
 
 DRAFTING = SpeculationSettings(mode="siblings", longest_draft=4)

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from engine.io.response_stream import TextStream
+from engine.requests.response_stream import TextStream
 from engine.types.chat import ChatRequest, ChatResponse
 from engine.types.samples import Sampling
 from tests.engine.chats import TemplateChat, make_chat

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from coppice.train import TrainingGroup
 from engine.errors import StartFailed
-from engine.launch.arguments import engine_arguments
 from engine.settings import EngineSettings
 from engine.types.samples import Completion, SampleRequest, Sampling
 from engine.vllm_engine import VllmEngine
+from tests.engine.made_arguments import engine_arguments
 from tests.engine.model_families import save_family
 from tests.train.naive import naive_logprobs
 

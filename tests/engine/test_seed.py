@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from coppice import AsyncRollouts
-from engine.launch.arguments import engine_arguments
 from engine.settings import EngineSettings
 from engine.types.samples import SampleRequest, Sampling
 from engine.vllm_engine import VllmEngine
 from service.cluster.in_memory import InMemoryRegistry
 from tests.cluster import fleet
+from tests.engine.made_arguments import engine_arguments
 from tests.engine.seedling import MODEL, settings
 
 PROMPT = [5, 7, 11, 13]

@@ -128,9 +128,9 @@ async def test_stop_removes_files_that_a_killed_process_mapped_until_its_end(
         "remove_leftover_shared_memory",
         lambda: remove_leftover_shared_memory(shared),
     )
-    start_settings = StartSettings(engine=EngineSettings())
+    settings = EngineSettings()
     engine: Any = processes.VllmProcesses(
-        start_settings, Features(start_settings), worker_extension=""
+        settings, Features(StartSettings(engine=settings)), worker_extension=""
     )
     with mapping_worker(shared / "psm_mapped") as worker:
         engine._llm = LateKill(worker)

@@ -11,10 +11,10 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 
 from engine.errors import StartFailed
 from engine.launch import vllm_args
-from engine.launch.arguments import engine_arguments
 from engine.settings import EngineSettings
-from engine.vllm_settings import PASSED_UNCHANGED
+from engine.settings.vllm_arguments import PASSED_UNCHANGED
 from service.cli import ServeComponents
+from tests.engine.made_arguments import engine_arguments
 from tests.engine.seedling import MODEL
 from tests.service.command_line import run_command
 
@@ -155,7 +155,7 @@ def test_everything_that_the_server_sets_is_covered_owned_or_meant_to_be_replace
     plain = AsyncEngineArgs(model=str(MODEL))
     ours = engine_arguments(EngineSettings(max_adapters=1), MODEL, on_cpu=True)
     different = {name for name in vllm_args._types() if _differs(plain, ours, name)}
-    from engine.vllm_settings import SAME_NAMES
+    from engine.settings.vllm_arguments import SAME_NAMES
 
     replaceable = {"use_tqdm_on_load"}
     known = vllm_args.COVERED.keys() | vllm_args.OWNED.keys() | SAME_NAMES

@@ -223,10 +223,10 @@ def test_start_checks_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
         raise StartFailed("far enough")
 
     monkeypatch.setattr(processes, "check_version", checked.append)
-    monkeypatch.setattr(processes, "plan_for_start", refuse)
-    start_settings = StartSettings(engine=EngineSettings())
+    monkeypatch.setattr(processes, "engine_arguments", refuse)
+    settings = EngineSettings()
     starting = processes.VllmProcesses(
-        start_settings, Features(start_settings), worker_extension=""
+        settings, Features(StartSettings(engine=settings)), worker_extension=""
     )
     with pytest.raises(StartFailed, match="far enough"):
         starting._start(Path("model"))

@@ -53,7 +53,7 @@ class Reads:
 
 
 READS = (
-    Reads("runner", RUNNER, ("attention", "sampling_support/second_runner.py")),
+    Reads("runner", RUNNER, ("attention", "sampling/second_runner.py")),
     Reads("runner", RUNNER, ("patches/reload_memory.py", "weights")),
     Reads("model_runner", (*RUNNER, *FIRST_RUNNER), ("launch/worker.py", "weights")),
     Reads(
@@ -65,17 +65,17 @@ READS = (
     Reads("worker", WORKER, ("weights",)),
     Reads("block_tables", BLOCK_TABLES, ("attention", "drafter/worker")),
     Reads("req_states", STATES, ("attention", "drafter/worker", "speculation")),
-    Reads("manager", GRAPHS, ("attention", "patches/graph_candidates.py")),
-    Reads("desc", GRAPH, ("patches/graph_candidates.py",)),
+    Reads("manager", GRAPHS, ("attention", "cudagraphs/graph_candidates.py")),
+    Reads("desc", GRAPH, ("cudagraphs/graph_candidates.py",)),
     Reads("batch", (f"{GPU}.model_runner:BatchReqState",), ("attention",)),
     Reads("batch", BATCH, ("drafter/worker",)),
-    Reads("input_batch", BATCH, ("sampling_support/second_runner.py",)),
+    Reads("input_batch", BATCH, ("sampling/second_runner.py",)),
     Reads("input_batch", BATCH, ("speculation/worker/gpu_speculator.py",)),
-    Reads("sampler", SAMPLER, ("sampling_support/second_runner.py",)),
-    Reads("scheduler", SCHEDULER, ("drafter/core", "kv_versions/core", "speculation/core")),
-    Reads("scheduler", SCHEDULER, ("kv_retention/core", "kv_transfer/core", "launch")),
-    Reads("kv_cache_manager", KV_MANAGER, ("kv_versions/core", "launch")),
-    Reads("core", CORE, ("drafter/core", "kv_transfer/core", "kv_versions/core")),
+    Reads("sampler", SAMPLER, ("sampling/second_runner.py",)),
+    Reads("scheduler", SCHEDULER, ("drafter/core", "kv_lifetime/core", "speculation/core")),
+    Reads("scheduler", SCHEDULER, ("kv_transfer/core", "launch")),
+    Reads("kv_cache_manager", KV_MANAGER, ("kv_lifetime/core", "launch")),
+    Reads("core", CORE, ("drafter/core", "kv_transfer/core", "kv_lifetime/core")),
     Reads("core", CORE, ("speculation/core",)),
 )
 

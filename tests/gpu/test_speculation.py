@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from engine.attention import register as attention
-from engine.feature_settings import AttentionSettings, SpeculationSettings
+from engine.attention.settings import AttentionSettings
 from engine.runtime.installed_settings import CACHE_ENV
-from engine.speculation import process_settings
+from engine.speculation import settings as process_settings
 from engine.speculation.controller import Draft, Int32Array
 from engine.speculation.core.scheduler_drafts import FEATURE, SchedulerDrafts
 from engine.speculation.counters import COUNTERS
+from engine.speculation.settings import SpeculationSettings
 from engine.speculation.startup import GPU_METHOD
 from tests.engine.drafter.drafter_engine import drafter_engine, drafts, num_accepted
 from tests.engine.random_models import make_models

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels.draft_index import store
+from kernels.draft_index import compiled_store
 from kernels.shared_prefix_attention import cpu
 from kernels.shared_prefix_attention.cpu import limited
 from tests.tools import compiler
@@ -25,7 +25,7 @@ def test_attention_kernel_is_built_wherever_there_is_a_compiler() -> None:
 
 
 def test_draft_store_is_built_wherever_there_is_a_compiler() -> None:
-    assert store.is_built()
+    assert compiled_store.is_built()
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 
 from coppice.wire.sampling import Sampling, StructuredOutputs
 from engine.errors import ChecksUnavailable, EngineError, QueueFull, SamplingRefused
-from engine.stop_text import response_text, tokens_of_text
+from engine.requests.stop_text import response_text, tokens_of_text
 from engine.types import samples as types
 from service.rollouts.sampling import to_engine_sampling
 from tests.fake_engine import FakeEngine

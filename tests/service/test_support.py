@@ -25,7 +25,7 @@ from coppice.wire.columns.token_columns import TokenColumns, TokenLists
 from coppice.wire.packed.results import pack, unpack
 from coppice.wire.rollouts import RolloutAnswer, RolloutRequest, SegmentAnswer, UnfinishedSample
 from coppice.wire.sampling import Sampling
-from engine.sampling_support.rows import encode_mask
+from engine.sampling.support_rows import encode_mask
 from service.errors import InvalidRequest
 from service.rollouts.request import NewRollout
 from service.rollouts.sample_answer import answer_fields

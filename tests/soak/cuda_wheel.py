@@ -41,10 +41,10 @@ from engine.kv_transfer import connector
 from engine.kv_transfer.worker import cache_blocks, cuda_blocks, cuda_host_memory, cuda_writer
 from engine.kv_transfer.worker import export_writer, loader, rpc
 from engine.launch import core_methods, worker
-from engine.patches import graph_candidates
+from engine.cudagraphs import graph_candidates
 from engine.speculation import proposer
 from engine.speculation.worker import gpu_speculator
-from engine.launch import mrv2_speculators
+from engine.speculation.worker import mrv2_speculators
 from engine.weights import worker_reload
 
 assert vllm.__file__.startswith({site!r}), vllm.__file__

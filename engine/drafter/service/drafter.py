@@ -17,8 +17,8 @@ from engine.drafter.service.checkpoint_dir import DrafterDir
 from engine.drafter.service.promotion import DrafterPromotion
 from engine.drafter.service.trainer_process import TrainerProcess
 from engine.drafter.trainer.messages import TOP_K, Sample, encode_top_k, top_k_of
-from engine.feature_settings import SpeculationSettings
 from engine.runtime.await_engine import await_engine
+from engine.speculation.settings import SpeculationSettings
 from engine.speculation.startup import measure_baseline, measure_step_costs
 from engine.types.feature_stats import DrafterPairStats, DrafterStatus
 from engine.types.info import EngineInfo

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from coppice.weights.checkpoint_files import SINGLE_FILE
 from engine.drafter.service.checkpoint_dir import DrafterDir
 from engine.errors import StartFailed
-from engine.feature_settings import MAX_DRAFT_TOKENS
+from engine.speculation.settings import MAX_DRAFT_TOKENS
 from engine.weights.checkpoint import EMBEDDING, LM_HEAD, Checkpoint
 
 MAX_COST_SHARE: Final = 0.1

@@ -22,9 +22,9 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import (
     SpeculatorCudaGraphManager,
 )
 
+from engine.cudagraphs.graph_candidates import candidates_by_num_tokens
 from engine.cudagraphs.planner import Plan
 from engine.cudagraphs.shapes import GraphShape, decode
-from engine.patches.graph_candidates import candidates_by_num_tokens
 
 CORRECTION_TOKENS: Final = 1
 """Tokens per row of the first pass besides those that the step verified: the sampled token."""

@@ -15,7 +15,6 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from engine.errors import StartFailed
 from engine.feature_base import StartSettings
-from engine.feature_settings import AttentionSettings, GraphsSettings, SpeculationSettings
 from engine.features import Features
 from engine.launch.arguments import WORKER_EXTENSION
 from engine.launch.model_files import resolve_served_model
@@ -24,6 +23,7 @@ from engine.launch.ranks.machines import check_ray
 from engine.launch.vllm_args import check_vllm_args
 from engine.runtime.leftover_files import remove_leftover_shared_memory
 from engine.settings import EngineSettings
+from engine.settings.base import Section
 from engine.types.info import EngineHealth, EngineStage
 
 log = logging.getLogger(__name__)
@@ -46,22 +46,15 @@ class EngineNode:
         self,
         settings: EngineSettings,
         *,
-        attention: AttentionSettings,
-        speculation: SpeculationSettings,
-        graphs: GraphsSettings,
         worker_extension: str = WORKER_EXTENSION,
+        **sections: Section,
     ) -> None:
         check_vllm_args(settings)
         check_ray(settings)
         self._settings = settings
-        start_settings = StartSettings(
-            engine=settings, attention=attention, speculation=speculation, graphs=graphs
-        )
-        features = Features(start_settings)
+        features = Features(StartSettings(engine=settings, **sections))
         features.check()
-        self._processes = _RankProcesses(
-            start_settings, features, worker_extension=worker_extension
-        )
+        self._processes = _RankProcesses(settings, features, worker_extension=worker_extension)
         self._stage: EngineStage = "starting"
         self._reason: str | None = None
         self._ended = asyncio.Event()
@@ -108,8 +101,7 @@ class EngineNode:
         except Exception as error:  # vLLM raises Exception if a worker does not start
             raise StartFailed(f"vLLM did not start: {error}") from error
         executor = self._processes.executor
-        if executor is None:
-            raise StartFailed("vLLM's configuration does not allow the speculation settings")
+        assert executor is not None, "the start has created it"
         loop = asyncio.get_running_loop()
         executor.register_failure_callback(
             lambda: loop.call_soon_threadsafe(self._end, "a rank of this machine has ended")

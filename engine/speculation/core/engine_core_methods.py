@@ -11,7 +11,7 @@ from engine.speculation.cost import Profile, Step, draft_lengths
 from engine.speculation.counters import COUNTERS, Snapshot
 from engine.speculation.drafting import STORE_BYTES
 from engine.speculation.late_drafts import lookup_length
-from kernels.draft_index.store import DraftStore
+from kernels.draft_index.compiled_store import DraftStore
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.adapters.feature import lora_arguments
 from engine.adapters.loaded_adapters import LoadedAdapters
-from engine.launch.arguments import adapters
 from engine.weights.checkpoint import read_base_checkpoint
 from engine.weights.validation import check_adapter
 from tests.engine.adapters.peft_adapters import saved, under
@@ -46,7 +46,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedEngine]:
     folder = tmp_path_factory.mktemp("cache")
-    with shared_engine(MODEL, folder, **adapters(3, 16)) as shared:
+    with shared_engine(MODEL, folder, **lora_arguments(3, 16)) as shared:
         yield shared
 
 
@@ -55,11 +55,11 @@ def engine(shared: SharedEngine) -> Iterator[LiveEngine]:
     """A live engine with an empty prefix cache. All adapters are removed after the test."""
     with shared.mode("always"):
         yield shared.live
-    for number in list_adapters(shared.live):
+    for number in list_lora_arguments(shared.live):
         shared.live.rpc("coppice_unload_adapter", number)
 
 
-def list_adapters(engine: LiveEngine) -> set[int]:
+def list_lora_arguments(engine: LiveEngine) -> set[int]:
     loaded: set[int] = engine.core.list_loras()
     return loaded
 
@@ -79,7 +79,7 @@ def group(engine: LiveEngine, adapter: Any, n: int = 3, num_tokens: int = 12) ->
     return [engine.submit(PROMPT, adapter=adapter, **drawn) for _ in range(n)]
 
 
-def test_concurrent_groups_are_sampled_under_their_own_adapters(
+def test_concurrent_groups_are_sampled_under_their_own_lora_arguments(
     shared: SharedEngine, made: dict[str, Path]
 ) -> None:
     """Attention reads each group's prompt once; samples of the base model are among them."""
@@ -168,12 +168,12 @@ def test_adapter_that_fails_to_load_takes_no_slot(engine: LiveEngine, tmp_path: 
     lora_fields = (request.lora_name, request.lora_int_id, request.lora_path)
     [reason] = engine.rpc("coppice_load_adapter", *lora_fields)
     assert "rank 32" in reason
-    assert not list_adapters(engine)
+    assert not list_lora_arguments(engine)
     [answer] = engine.ask(PROMPT, max_tokens=4)
     assert_drawn_from(under(None), [answer])
 
 
-def test_base_weights_change_under_loaded_adapters(
+def test_base_weights_change_under_loaded_lora_arguments(
     engine: LiveEngine, made: dict[str, Path], tmp_path: Path
 ) -> None:
     """A running sample has tokens of both bases.
@@ -230,7 +230,7 @@ def test_drafts_under_an_adapter_are_verified_with_it(
     made: dict[str, Path], tmp_path: Path
 ) -> None:
     """Sibling drafts, all of them verified, with samples of the base model in the batch."""
-    with drafting_engine(MODEL, tmp_path, **adapters(1, 16)) as (engine, _):
+    with drafting_engine(MODEL, tmp_path, **lora_arguments(1, 16)) as (engine, _):
         request = load(engine, "policy", made["all"])
         drawn: dict[str, Any] = {"temperature": 1.0, "max_tokens": 24}
         for path, adapter in ((made["all"], request), (None, None)):

@@ -10,7 +10,7 @@ import torch
 from engine.attention import cuda_steps, register
 from engine.attention.counters import COUNTERS
 from engine.attention.register import FEATURE
-from engine.feature_settings import AttentionSettings
+from engine.attention.settings import AttentionSettings
 from tests.engine.attention.second_runner import (
     BLOCK,
     HEADS,

@@ -11,7 +11,7 @@ from engine.attention import register
 from engine.attention.counters import COUNTERS
 from engine.attention.crossover import Crossover
 from engine.attention.register import FEATURE
-from engine.feature_settings import AttentionSettings
+from engine.attention.settings import AttentionSettings
 from engine.runtime import warm_up
 from engine.runtime.feature_guard import Failure
 from tests.engine.attention.second_runner import Runner, without_gpu

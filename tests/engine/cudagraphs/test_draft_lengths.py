@@ -3,8 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
-from engine.draft_lengths import DraftLengthTiers, default_tiers
-from engine.feature_settings import GraphsSettings
+from engine.cudagraphs.draft_lengths import DraftLengthTiers, default_tiers
+from engine.cudagraphs.settings import GraphsSettings
 
 
 def test_tier_holds_up_to_its_bound_and_the_last_one_beyond() -> None:

@@ -9,9 +9,9 @@ from engine.cudagraphs.counters import Counters, Snapshot, aggregate_ranks
 from engine.cudagraphs.from_settings import graph_memory, plan_for_start
 from engine.cudagraphs.installed_plan import graph_plan
 from engine.cudagraphs.planner import Plan
+from engine.cudagraphs.settings import GraphsSettings
 from engine.cudagraphs.shapes import decode
-from engine.feature_settings import AttentionSettings, GraphsSettings, SpeculationSettings
-from engine.launch.environment import NO_SPECULATION, engine_environment
+from engine.launch.environment import engine_environment
 from engine.settings import EngineSettings
 from engine.types.feature_stats import CudaGraphStats
 from tests.engine.cudagraphs.managers import SEEDLING
@@ -24,10 +24,10 @@ def start(
     engine: EngineSettings,
     graphs: GraphsSettings,
     *,
-    speculation: SpeculationSettings = NO_SPECULATION,
+    longest_draft: int = 0,
     on_cpu: bool = False,
 ) -> Plan | None:
-    return plan_for_start(engine, graphs, speculation, SEEDLING, on_cpu=on_cpu)
+    return plan_for_start(engine, graphs, longest_draft, SEEDLING, on_cpu=on_cpu)
 
 
 def test_without_a_budget_vllm_captures_its_default() -> None:
@@ -76,37 +76,30 @@ def test_budget_on_a_gpu_makes_a_plan() -> None:
 def test_lengths_of_the_drafter_are_planned(
     lengths: str | None, max_samples: dict[int, int]
 ) -> None:
-    drafter = SpeculationSettings(mode="drafter", longest_draft=6)
     made = start(
         EngineSettings(max_sequences=256, max_batched_tokens=2048),
         GraphsSettings(budget_bytes=2**27, lengths=lengths),
-        speculation=drafter,
+        longest_draft=6,
     )
     assert made is not None and made.max_samples == max_samples
 
 
-@pytest.mark.parametrize("plan", [None, PLAN])
-def test_engine_processes_receive_the_plan(plan: Plan | None) -> None:
+@pytest.mark.engine
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("graphs", [GraphsSettings(), BUDGETED])
+def test_engine_and_vllm_receive_the_plan(graphs: GraphsSettings) -> None:
+    from tests.engine.made_arguments import arguments_and_environment
+
+    settings = EngineSettings(max_sequences=8, max_batched_tokens=64)
+    plan = start(settings, graphs)
+    arguments, variables = arguments_and_environment(settings, SEEDLING, graphs=graphs)
+    sizes = arguments.compilation_config.cudagraph_capture_sizes
+    assert sizes == (None if plan is None else plan.capture_sizes)
     with engine_environment(
-        EngineSettings(),
-        attention=AttentionSettings(),
-        graphs=plan,
-        on_cpu=True,
-        temp_dir=Path("/scratch"),
+        settings, of_features=variables, on_cpu=False, temp_dir=Path("/scratch")
     ):
         assert graph_plan() == plan
     assert graph_plan() is None
-
-
-@pytest.mark.engine
-@pytest.mark.filterwarnings("ignore")
-def test_vllm_receives_the_sizes_of_the_plan() -> None:
-    from engine.launch.arguments import engine_arguments
-
-    arguments = engine_arguments(EngineSettings(), SEEDLING, on_cpu=False, graphs=PLAN)
-    assert arguments.compilation_config.cudagraph_capture_sizes == [4]
-    free = engine_arguments(EngineSettings(), SEEDLING, on_cpu=False)
-    assert free.compilation_config.cudagraph_capture_sizes is None
 
 
 def test_nothing_is_counted_before_a_plan_is_captured() -> None:

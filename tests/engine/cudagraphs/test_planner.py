@@ -3,10 +3,10 @@
 import pytest
 
 from engine.cudagraphs.allowed_shapes import CaptureLimits, tlt_shapes, vllm_shapes
+from engine.cudagraphs.draft_lengths import DraftLengthTiers
 from engine.cudagraphs.evaluation import GraphMemory, PerLengthLookup, score, step_cost
 from engine.cudagraphs.planner import MAX_STEP_SLOWDOWN, BudgetTooSmall, Plan, plan
 from engine.cudagraphs.shapes import GraphShape, Trace, decode, mixed
-from engine.draft_lengths import DraftLengthTiers
 
 MEMORY = GraphMemory(graph_bytes=6 * 2**20, token_bytes=10**5)
 TIERS = ["0", "3", "8:0,2,4,8 32:0,2,4 64:0,2 0", "4:8,15 16:0,4 64:2 0", "2:1 4:0 8:1 0"]

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
+from engine.cudagraphs import graph_candidates
 from engine.cudagraphs.allowed_shapes import CaptureLimits, vllm_shapes, vllm_sizes
 from engine.cudagraphs.counters import COUNTERS
+from engine.cudagraphs.draft_lengths import DraftLengthTiers
 from engine.cudagraphs.evaluation import GraphMemory, PerLengthLookup, VllmLookup
 from engine.cudagraphs.planner import Plan, plan
 from engine.cudagraphs.shapes import GraphShape, decode, mixed
-from engine.draft_lengths import DraftLengthTiers
-from engine.patches import graph_candidates
 from tests.engine.cudagraphs.managers import Schedule, capture, config_of, manager_of, no_gpu_needed
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from engine.feature_settings import GraphsSettings
+from engine.cudagraphs.settings import GraphsSettings
 from engine.vllm_engine import VllmEngine
 from tests.engine.seedling import MODEL, settings
 

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 
 from engine.attention import register as attention
+from engine.attention.settings import AttentionSettings
 from engine.drafter.acceptance_by_version import Snapshot
 from engine.drafter.core.engine_core_methods import counted
 from engine.drafter.core.scheduler_hooks import DraftingHooks
-from engine.feature_settings import AttentionSettings, SpeculationSettings
-from engine.speculation import process_settings
+from engine.speculation import settings as process_settings
 from engine.speculation.controller import Controller
 from engine.speculation.counters import Snapshot as SpeculationSnapshot
+from engine.speculation.settings import SpeculationSettings
 from tests.engine.speculation.distributions import VOCAB
 from tests.engine.speculation.drafting_engine import LONGEST, SendAllDrafts
 from tests.engine.stepped_engine import LiveEngine, live_engine

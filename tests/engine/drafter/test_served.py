@@ -12,8 +12,9 @@ import pytest
 from coppice import AsyncRollouts
 from coppice.errors import WeightsRefused
 from coppice.wire.weights import DrafterAnswer
+from engine.attention.settings import AttentionSettings
 from engine.drafter.service.initial_model import write_random_model
-from engine.feature_settings import AttentionSettings, SpeculationSettings
+from engine.speculation.settings import SpeculationSettings
 from engine.vllm_engine import VllmEngine
 from tests.engine.random_models import random_tensors, write_model
 from tests.engine.seedling import settings

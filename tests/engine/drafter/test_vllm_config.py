@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from engine.cudagraphs.from_settings import set_planned_graphs
 from engine.cudagraphs.planner import Plan
 from engine.cudagraphs.shapes import decode, mixed
-from engine.feature_settings import SpeculationSettings
-from engine.launch.arguments import engine_arguments
+from engine.speculation.settings import SpeculationSettings
 from engine.speculation.startup import resolve_mode
+from tests.engine.made_arguments import engine_arguments
 from tests.engine.seedling import MODEL, settings
 
 DRAFTER = SpeculationSettings(mode="drafter", drafter=Path("/drafter"), longest_draft=5)
@@ -48,8 +49,8 @@ def test_with_planned_graphs_vllm_receives_their_lengths(
         MODEL,
         speculation=DRAFTER,
         on_cpu=False,
-        graphs=plan,
     )
+    set_planned_graphs(arguments, plan)
     told = arguments.speculative_config
     assert told is not None
     assert told["num_speculative_tokens_per_batch_size"] == schedule

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.launch.arguments import PROMPT_KV_CONNECTOR
+from engine.kv_transfer.feature import PROMPT_KV_CONNECTOR
 from engine.types.kv import ExportSlot, ExportStatus, KvFormat
 from tests.arena import TestArena
 from tests.engine.random_models import HEAD_DIM, HEADS, HIDDEN, INNER, LAYERS, VOCAB

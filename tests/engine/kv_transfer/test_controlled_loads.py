@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from engine.io.request_params import sampling_params
-from engine.sampling_support import sampling_hooks
+from engine.requests.request_params import sampling_params
+from engine.sampling import control_hooks
 from engine.types.kv import KvLoad
 from engine.types.samples import SampleRequest, Sampling, StructuredOutputs
 from service.kv_reuse.prompt_sections import joined
@@ -45,7 +45,7 @@ CONTROLS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveEngine]:
-    sampling_hooks.install()
+    control_hooks.install()
     folder = tmp_path_factory.mktemp("models") / "v7"
     save_model(folder, "qwen3", num_kv_heads=2, num_hidden_layers=1)
     for file in MODEL.glob("tokenizer*"):

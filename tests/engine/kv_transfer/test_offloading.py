@@ -10,8 +10,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from engine.errors import StartFailed
 from engine.kv_transfer.connector import PromptKvConnector
 from engine.kv_transfer.offloading import VersionedOffloadingConnector
-from engine.launch.arguments import engine_arguments
 from engine.settings import EngineSettings
+from tests.engine.made_arguments import engine_arguments
 from tests.engine.seedling import MODEL
 
 BYTES = 2**30

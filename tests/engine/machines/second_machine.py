@@ -19,8 +19,8 @@ import psutil
 import pytest
 import yaml
 
-from engine.feature_settings import SpeculationSettings
 from engine.settings import EngineSettings
+from engine.speculation.settings import SpeculationSettings
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[3]

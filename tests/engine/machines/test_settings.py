@@ -7,11 +7,9 @@ from typing import Any, cast
 import pytest
 from pydantic import ValidationError
 
-from engine.cudagraphs.planner import Plan
-from engine.cudagraphs.shapes import GraphShape
+from engine.attention.settings import AttentionSettings
 from engine.errors import StartFailed
 from engine.feature_base import StartSettings
-from engine.feature_settings import AttentionSettings, SpeculationSettings
 from engine.features import Features
 from engine.launch.environment import (
     intel_openmp_library,
@@ -37,6 +35,8 @@ from engine.launch.ranks.machines import (
     set_network_variables,
 )
 from engine.settings import EngineSettings
+from engine.speculation.settings import SpeculationSettings
+from tests.engine.made_arguments import features_of
 
 TWO: dict[str, Any] = {"nnodes": 2, "tensor_parallel_size": 2}
 RAY: dict[str, Any] = {"distributed_executor_backend": "ray", "tensor_parallel_size": 2}
@@ -153,21 +153,33 @@ def test_threads_are_shared_by_the_ranks_of_a_machine() -> None:
 
 def test_digest_differs_by_shared_settings_only() -> None:
     first = EngineSettings(**TWO)
-    plain = AttentionSettings(shared_prefix="off")
-    digest = settings_digest(first, plain, OFF, None)
+    digest = settings_digest(first, {"A": "1"})
     elsewhere = {"model": "/other/path", "cache_directory": "/other/cache"}
     second = EngineSettings(**TWO, **elsewhere, node_rank=1, seed=3)
-    assert settings_digest(second, plain, OFF, None) == digest
-    siblings = SpeculationSettings(mode="siblings")
-    plan = Plan(shapes=(GraphShape(8, 1),), estimated_bytes=1, budget_bytes=2)
+    assert settings_digest(second, {"A": "1"}) == digest
     others = [
-        settings_digest(EngineSettings(**TWO, max_logprobs=3), plain, OFF, None),
-        settings_digest(first, AttentionSettings(shared_prefix="always"), OFF, None),
-        settings_digest(first, plain, siblings, None),
-        settings_digest(first, plain, OFF, plan),
+        settings_digest(EngineSettings(**TWO, max_logprobs=3), {"A": "1"}),
+        settings_digest(first, {"A": "2"}),
+        settings_digest(first, {"B": "1"}),
     ]
     assert digest not in others
     assert len(set(others)) == len(others)
+
+
+def test_machines_share_the_settings_of_features_that_ranks_have() -> None:
+    siblings = SpeculationSettings(mode="siblings")
+    engine = EngineSettings(**TWO)
+    plain = features_of(engine, speculation=siblings).environment()
+    own = siblings.model_copy(update={"drafter_training": False, "drafter": Path("/here")})
+    assert features_of(engine, speculation=own).environment() == plain
+    shorter = siblings.model_copy(update={"longest_draft": 3})
+    always = AttentionSettings(shared_prefix="always")
+    others = [
+        features_of(engine),
+        features_of(engine, speculation=shorter),
+        features_of(engine, speculation=siblings, attention=always),
+    ]
+    assert plain not in [features.environment() for features in others]
 
 
 @pytest.mark.parametrize(
@@ -188,13 +200,22 @@ def test_machines_that_differ_are_refused(name: str, message: str) -> None:
 
 def test_ranks_in_ray_get_the_variables_of_engines_and_no_credentials() -> None:
     kept = {
-        "COPPICE_ENGINE_ATTENTION": "{}",
+        "COPPICE_ENGINE": "1",
+        "COPPICE_ENGINE_START_PHASES": "/tmp/phases",
         "VLLM_PLUGINS": "coppice",
         "NCCL_DEBUG": "INFO",
         "OMP_NUM_THREADS": "1",
     }
     others = (
-        *("COPPICE_AUTH__KEYS", "HF_TOKEN", "VLLM_API_KEY", "VLLM_HOST_IP", "TMPDIR", "PATH"),
+        *(
+            "COPPICE_AUTH__KEYS",
+            "COPPICE_ENGINE__MODEL",
+            "HF_TOKEN",
+            "VLLM_API_KEY",
+            "VLLM_HOST_IP",
+            "TMPDIR",
+            "PATH",
+        ),
         *("VLLM_NIXL_SIDE_CHANNEL_HOST", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "LD_PRELOAD"),
     )
     assert rank_variables(kept | dict.fromkeys(others, "x")) == kept

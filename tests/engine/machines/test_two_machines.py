@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.errors import EngineDead, LoadFailed, StartFailed
-from engine.feature_settings import SpeculationSettings
 from engine.settings import EngineSettings
+from engine.speculation.settings import SpeculationSettings
 from engine.types.feature_stats import SpeculationStats
 from engine.types.samples import KV_CACHE, WEIGHTS, Completion, SampleRequest, Sampling, TokenDelta
 from engine.vllm_engine import VllmEngine

@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 
 from engine.attention import register as attention
-from engine.feature_settings import AttentionSettings, SpeculationSettings
+from engine.attention.settings import AttentionSettings
 from engine.runtime.installed_settings import CACHE_ENV
-from engine.speculation import process_settings
+from engine.speculation import settings as process_settings
 from engine.speculation.controller import Controller, Draft
 from engine.speculation.proposer import Proposer
 from engine.speculation.request_table import GROUP_ARG, NO_DRAFTS_ARG
+from engine.speculation.settings import SpeculationSettings
 from engine.speculation.speculator import Speculator, TokenLists
-from kernels.draft_index.store import is_built
+from kernels.draft_index.compiled_store import is_built
 from kernels.draft_index.store_protocol import Int32Array
 from tests.engine.speculation.distributions import VOCAB
 from tests.engine.stepped_engine import LiveEngine, live_engine

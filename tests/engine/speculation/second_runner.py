@@ -18,14 +18,14 @@ from typing import Any
 import pytest
 import torch
 
-from engine.feature_settings import SpeculationSettings
-from engine.launch.arguments import engine_arguments
 from engine.speculation.controller import Controller
 from engine.speculation.core.scheduler_drafts import SchedulerDrafts
 from engine.speculation.counters import Counters
 from engine.speculation.request_table import GROUP_ARG
+from engine.speculation.settings import SpeculationSettings
 from engine.speculation.worker import gpu_speculator
 from kernels.draft_index.store_protocol import Store
+from tests.engine.made_arguments import engine_arguments
 from tests.engine.seedling import MODEL, settings
 from tests.engine.speculation.fake_gpu import (
     KERNELS,

@@ -10,12 +10,14 @@ import pytest
 from vllm.platforms import current_platform
 
 from engine.attention import register as attention
+from engine.attention.settings import AttentionSettings
+from engine.cudagraphs.settings import GraphsSettings
 from engine.drafter.core.draft_length import DraftLengthPolicy
 from engine.errors import StartFailed
-from engine.feature_settings import AttentionSettings, GraphsSettings, SpeculationSettings
 from engine.runtime.installed_settings import CACHE_ENV
 from engine.settings import EngineSettings
-from engine.speculation import baseline, process_settings, startup
+from engine.speculation import baseline, startup
+from engine.speculation import settings as process_settings
 from engine.speculation.baseline import (
     GainPrediction,
     baseline_cache,
@@ -32,6 +34,7 @@ from engine.speculation.core.baseline_methods import (
 )
 from engine.speculation.cost import Step, StepCostModel
 from engine.speculation.feature import with_prediction
+from engine.speculation.settings import SpeculationSettings
 from engine.types.feature_stats import FeatureStatus
 from tests.engine.seedling import settings as seedling_settings
 

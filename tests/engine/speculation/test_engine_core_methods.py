@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 
 from engine.attention import register
-from engine.feature_settings import AttentionSettings, SpeculationSettings
+from engine.attention.settings import AttentionSettings
 from engine.runtime.installed_settings import CACHE_ENV
-from engine.speculation import process_settings
+from engine.speculation import settings as process_settings
 from engine.speculation.baseline import profile_cache
 from engine.speculation.core import engine_core_methods as methods
 from engine.speculation.cost import Step
 from engine.speculation.late_drafts import lookup_length
-from kernels.draft_index.store import is_built
+from engine.speculation.settings import SpeculationSettings
+from kernels.draft_index.compiled_store import is_built
 from tests.engine.speculation.fake_gpu import text_model
 from tests.engine.speculation.second_runner import LONGEST, PROMPT, Engine, add_group
 
@@ -54,7 +55,7 @@ def test_auto_drafts_nothing_where_the_profile_shows_no_gain(
     config: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The profile of a card on which two tokens take twice the time of one."""
-    auto = process_settings.settings().model_copy(update={"mode": "auto"})
+    auto = process_settings.process_settings().model_copy(update={"mode": "auto"})
     monkeypatch.setattr(process_settings, "_settings", auto)
     dear = [
         Step(running=1, context=64, verified=1 + length, seconds=0.01 * (1 + length))

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from engine.drafter.feature import register_speculator
 from engine.drafter.worker import draft_speculator
-from engine.feature_settings import SpeculationMode, SpeculationSettings
-from engine.launch import mrv2_speculators
-from engine.speculation import process_settings
-from engine.speculation.worker import gpu_speculator
+from engine.speculation import settings as process_settings
+from engine.speculation.settings import SpeculationMode, SpeculationSettings
+from engine.speculation.worker import gpu_speculator, mrv2_speculators
 
 
 def stock(vllm_config: Any, device: Any, req_states: Any) -> str:
@@ -29,6 +29,7 @@ def spec_decode(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(draft_speculator, "DraftSpeculator", lambda *_: "draft model")
     monkeypatch.setattr(gpu_speculator, "SiblingSpeculator", lambda *_: "siblings")
     monkeypatch.setattr(process_settings, "_settings", process_settings._settings)
+    register_speculator()
     yield spec_decode
 
 

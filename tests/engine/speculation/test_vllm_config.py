@@ -10,19 +10,21 @@ from vllm.config.speculative import NgramGPUTypes
 from vllm.platforms import current_platform
 
 from engine.attention import register
+from engine.attention.settings import AttentionSettings
 from engine.errors import StartFailed
 from engine.feature_base import StartSettings
-from engine.feature_settings import AttentionSettings, SpeculationSettings
 from engine.features import Features
 from engine.launch import processes
-from engine.launch.arguments import WORKER_EXTENSION, engine_arguments
+from engine.launch.arguments import WORKER_EXTENSION
 from engine.speculation import startup
 from engine.speculation.baseline import profile_key
 from engine.speculation.cost import Profile, ProfileCache, Step, draft_lengths, profile_batches
 from engine.speculation.feature import Speculation
+from engine.speculation.settings import SpeculationSettings
 from engine.speculation.startup import find_obstacle, resolve_mode
 from engine.types.feature_stats import FeatureStatus
-from kernels.draft_index.store import is_built
+from kernels.draft_index.compiled_store import is_built
+from tests.engine.made_arguments import engine_arguments
 from tests.engine.seedling import MODEL, settings
 
 SIBLINGS = SpeculationSettings(mode="siblings", longest_draft=6)
@@ -179,7 +181,7 @@ async def launched(speculation: SpeculationSettings) -> tuple[StartSettings, Fea
     """Settings after the start of vLLM's processes, and what the status says of drafts."""
     start_settings = StartSettings(engine=settings(), speculation=speculation)
     features = Features(start_settings)
-    started = processes.VllmProcesses(start_settings, features, worker_extension=WORKER_EXTENSION)
+    started = processes.VllmProcesses(settings(), features, worker_extension=WORKER_EXTENSION)
     try:
         await started.start(MODEL)
     finally:
@@ -193,7 +195,7 @@ async def test_auto_is_off_with_the_reason_where_vllm_chooses_the_first_model_ru
 ) -> None:
     found, status = await launched(AUTO)
     [config] = created
-    assert found.speculation.mode == "off" and config.speculative_config is None
+    assert found.of(SpeculationSettings).mode == "off" and config.speculative_config is None
     reason = "vLLM uses Model Runner V1 here, as V2 needs Triton"
     assert (status.enabled, status.reason) == (False, reason)
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kernels.draft_index import store as compiled
-from kernels.draft_index.store import DraftStore
+from kernels.draft_index import compiled_store as compiled
+from kernels.draft_index.compiled_store import DraftStore
 from kernels.draft_index.store_protocol import ALL_SCOPES, InvalidCall, Scope, Store
 from tests.kernels.draft_index.reference import ReferenceStore
 from tests.kernels.draft_index.stores import array, assert_alike, draft, run_step

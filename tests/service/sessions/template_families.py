@@ -19,7 +19,7 @@ from tokenizers.trainers import BpeTrainer
 from vllm.engine.arg_utils import EngineArgs
 from vllm.renderers.registry import renderer_from_config
 
-from engine.io.chat_conversion import ChatProcessor
+from engine.requests.chat_conversion import ChatProcessor
 from engine.settings import EngineSettings
 from engine.types.chat import ChatRequest
 from tests.compat.programs import ROOT, install

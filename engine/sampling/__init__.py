@@ -1,0 +1,1 @@
+"""Hooks in vLLM's sampler and model runners: supports, logprobs, controls, routed experts."""

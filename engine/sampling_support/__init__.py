@@ -1,1 +1,0 @@
-"""Supports of sampled tokens: the sets of token ids that they were sampled from."""
