@@ -5,16 +5,15 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from engine.types.chat import ChatRequest
-from service.compat.anthropic_conversion import AnthropicMessage, Content, chat_messages
+from service.compat.anthropic.conversion import AnthropicMessage, Content, chat_messages
 from service.compat.bodies import CompatModel, Flag, MaxTokens, Name, SamplingBody
-from service.compat.compat_request import CommonRequestFields
-from service.compat.forced_tools import (
+from service.compat.chat.forced_tools import (
     FunctionName,
     NamedTool,
     ToolChoice,
     forced_constraint,
-    is_forced,
 )
+from service.compat.request import CommonRequestFields
 from service.compat.sampling_fields import SamplingFields
 from service.errors import InvalidRequest
 
@@ -167,10 +166,9 @@ class MessagesBody(ConversationFields, SamplingFields, CommonRequestFields):
         return [*(given or ()), *self.stop_sequences]
 
     def _constraints(self) -> dict[str, dict[str, Any] | None]:
-        choice, forced = self.openai_tool_choice(), None
-        if is_forced(choice):
-            parallel = self.parallel_tool_calls
-            forced = forced_constraint(choice, self._template_tools(), parallel=parallel)
+        forced = forced_constraint(
+            self.openai_tool_choice(), self._template_tools, parallel=self.parallel_tool_calls
+        )
         output = self.output_config and self.output_config.format
         return {
             "tool_choice": forced,

@@ -1,7 +1,6 @@
 """Streams of server-sent events in the formats of OpenAI and vLLM."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,9 +15,10 @@ from starlette.types import Message, Send
 from coppice.wire.packed.results import EndRecord
 from coppice.wire.problem_catalogue import Problem
 from coppice.wire.rollouts import RolloutAnswer
+from service.compat.answer_fields import token_counts, usage
 from service.compat.bodies import CompatModel, Flag
-from service.compat.compat_request import ROLLOUT_ERRORS, token_counts, usage
-from service.compat.openai_errors import as_openai, with_openai_error
+from service.compat.errors import as_openai, with_openai_error
+from service.compat.request import ROLLOUT_ERRORS
 from service.compat.sample_stream import SamplePart, sample_parts
 from service.errors import InvalidRequest
 from service.http.exception_handlers import to_service_error
@@ -185,8 +185,3 @@ class _Chunks:
 
 def sse_event(value: object) -> bytes:
     return b"data: " + to_json(value) + b"\n\n"
-
-
-def unix_time() -> int:
-    """Current Unix time in seconds, for the response field `created`."""
-    return int(time.time())

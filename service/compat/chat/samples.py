@@ -3,6 +3,7 @@
 The chat routes of all APIs share them. A route module defines only its wire format.
 """
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,10 +12,12 @@ from typing import Any
 from coppice.wire.rollouts import RolloutAnswer, SampleAnswer
 from engine.types.chat import ChatRequest, ChatResponse
 from engine.types.samples import Sampling
-from service.compat.compat_request import CompatRequest, usage
-from service.compat.forced_tools import ToolChoice, forced_response, is_forced
+from service.compat import logprobs
+from service.compat.answer_fields import usage
+from service.compat.chat.forced_tools import ToolChoice, forced_response, is_forced
+from service.compat.chat.streamed_message import StreamedMessage
+from service.compat.request import CompatRequest
 from service.compat.sample_stream import SamplePart
-from service.compat.streamed_message import StreamedMessage
 from service.errors import Internal, Overloaded
 from service.rollouts.rollout import Rollout
 from service.server import Server
@@ -69,6 +72,17 @@ class ChatSamples:
             raise Internal()
         if sample.finish_reason not in ("stop", "length"):
             raise Overloaded("the sample was aborted before its end: repeat the request")
+
+    async def logprobs(self, sample: SampleAnswer, *, as_ids: bool) -> list[dict[str, Any]]:
+        """Logprobs of all tokens of a sample, in OpenAI's chat format."""
+        per_token = logprobs.sample_logprobs(self.rollout, 0, sample.index)
+        name = await logprobs.token_names(
+            self.call.server.tokenizer,
+            lambda: logprobs.with_top_token_ids(sample.token_ids, per_token),
+            as_ids=as_ids,
+        )
+        sampled = (sample.token_ids, sample.logprobs, per_token, name)
+        return await asyncio.to_thread(logprobs.chat_logprobs, *sampled)
 
     async def message(self, sample: SampleAnswer) -> ChatResponse:
         """Parsed response of a sample that has ended; counted if a parser failed on it."""

@@ -11,9 +11,10 @@ from fastapi import APIRouter, Response
 from coppice.wire.rollouts import RolloutAnswer
 from engine.types.chat import ChatRequest, ChatResponse
 from service.auth.access import requires_role
-from service.compat.anthropic_bodies import ConversationFields, CountTokensBody, MessagesBody
-from service.compat.anthropic_errors import AnthropicRoute, as_anthropic
-from service.compat.anthropic_stream import (
+from service.compat.answer_fields import name_of
+from service.compat.anthropic.bodies import ConversationFields, CountTokensBody, MessagesBody
+from service.compat.anthropic.errors import AnthropicRoute, as_anthropic
+from service.compat.anthropic.stream import (
     content_blocks,
     extension_fields,
     message_events,
@@ -23,14 +24,9 @@ from service.compat.anthropic_stream import (
     usage_fields,
 )
 from service.compat.bodies import request_body
-from service.compat.chat_samples import ChatSamples, count_ignored_options
-from service.compat.compat_request import (
-    ROLLOUT_ERRORS,
-    Compat,
-    CompatRequest,
-    name_of,
-)
-from service.compat.openai_stream import EVENTS_OR_JSON, event_response
+from service.compat.chat.samples import ChatSamples, count_ignored_options
+from service.compat.event_stream import EVENTS_OR_JSON, event_response
+from service.compat.request import ROLLOUT_ERRORS, Compat, CompatRequest
 from service.errors import NoChatTemplate, PromptTooLong
 from service.http.exception_handlers import cancel_on_disconnect
 from service.http.responses import JSON, declare_responses

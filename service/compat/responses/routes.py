@@ -10,30 +10,28 @@ from pydantic_core import from_json
 from coppice.wire.rollouts import RolloutAnswer, SampleAnswer
 from service.auth.access import requires_role
 from service.cluster.registry import replica_id_of
-from service.compat import logprobs
-from service.compat.bodies import request_body
-from service.compat.chat_samples import ChatSamples, count_ignored_options
-from service.compat.compat_request import (
-    ROLLOUT_ERRORS,
-    Compat,
-    CompatRequest,
+from service.compat.answer_fields import (
     name_of,
     support_field,
+    unix_time,
     usage,
     weight_version_spans,
 )
-from service.compat.openai_errors import OpenAIRoute, as_openai
-from service.compat.openai_response_bodies import ENCRYPTED, LOGPROBS, ResponsesBody
-from service.compat.openai_response_events import Item, OutputItems, ResponseStream, item_status
-from service.compat.openai_response_items import Message, input_messages
-from service.compat.openai_response_store import (
+from service.compat.bodies import request_body
+from service.compat.chat.samples import ChatSamples, count_ignored_options
+from service.compat.chat.streamed_message import with_whole_calls
+from service.compat.errors import OpenAIRoute, as_openai
+from service.compat.event_stream import STREAM_RESPONSES, event_response
+from service.compat.request import ROLLOUT_ERRORS, Compat, CompatRequest
+from service.compat.responses.bodies import ENCRYPTED, LOGPROBS, ResponsesBody
+from service.compat.responses.events import Item, OutputItems, ResponseStream, item_status
+from service.compat.responses.items import Message, input_messages
+from service.compat.responses.store import (
     ResponseName,
     Responses,
     ResponseStore,
     StoredResponse,
 )
-from service.compat.openai_stream import STREAM_RESPONSES, event_response, unix_time
-from service.compat.streamed_message import with_whole_calls
 from service.errors import InvalidRequest, NotFound
 from service.http.responses import (
     AUTH_ERRORS,
@@ -225,14 +223,7 @@ class _ResponseBuilder:
         """Logprobs of all tokens of the sample, if requested."""
         if not self._body.includes(LOGPROBS):
             return []
-        per_token = logprobs.sample_logprobs(self._samples.rollout, 0, sample.index)
-        name = await logprobs.token_names(
-            self._samples.call.server.tokenizer,
-            lambda: logprobs.with_top_token_ids(sample.token_ids, per_token),
-            as_ids=False,
-        )
-        sampled = (sample.token_ids, sample.logprobs, per_token, name)
-        return await asyncio.to_thread(logprobs.chat_logprobs, *sampled)
+        return await self._samples.logprobs(sample, as_ids=False)
 
     def _head(self) -> Item:
         """The response before its first token, with the fields of the request."""

@@ -11,6 +11,7 @@ from coppice.wire.base import TokenIds
 from coppice.wire.packed.results import EndRecord
 from coppice.wire.rollouts import GroupAnswer, Prompt, SampleAnswer, WeightsConstraint
 from service.auth.access import requires_role
+from service.compat.answer_fields import finish_reason, support_field, weight_version_spans
 from service.compat.bodies import (
     Flag,
     ListsOfTokenIds,
@@ -22,24 +23,11 @@ from service.compat.bodies import (
     Texts,
     request_body,
 )
-from service.compat.compat_request import (
-    Compat,
-    CompatRequest,
-    RequestIds,
-    RunningRequests,
-    finish_reason,
-    rollout_request,
-    support_field,
-    weight_version_spans,
-)
-from service.compat.openai_stream import (
-    EVENTS_OR_JSON,
-    error_event,
-    event_response,
-    sse_event,
-)
+from service.compat.event_stream import EVENTS_OR_JSON, error_event, event_response, sse_event
+from service.compat.request import Compat, CompatRequest, rollout_request
 from service.compat.sample_stream import SamplePart, StreamedText, sample_parts
 from service.compat.sampling_fields import SamplingFields
+from service.compat.sglang.running_requests import RequestIds, RunningRequests
 from service.errors import InvalidRequest
 from service.rollouts.record_reader import SampleKey
 from service.rollouts.rollout import Rollout

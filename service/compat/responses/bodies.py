@@ -15,17 +15,16 @@ from service.compat.bodies import (
     TrueUnlessNull,
     effort_options,
 )
-from service.compat.compat_request import CommonRequestFields
-from service.compat.field_table import RESPONSES_REFUSED, Refused
-from service.compat.forced_tools import (
+from service.compat.chat.forced_tools import (
     FunctionName,
     NamedTool,
     ToolChoice,
     forced_constraint,
-    is_forced,
 )
+from service.compat.field_table import RESPONSES_REFUSED, Refused
 from service.compat.logprobs import NumLogprobs
-from service.compat.openai_response_items import (
+from service.compat.request import CommonRequestFields
+from service.compat.responses.items import (
     Items,
     Message,
     ResponseTool,
@@ -128,10 +127,9 @@ class ResponsesBody(SamplingFields, CommonRequestFields):
         return [tool.to_template_tool() for tool in self.tools or ()]
 
     def _constraints(self) -> dict[str, dict[str, Any] | None]:
-        choice, forced = self.openai_tool_choice(), None
-        if is_forced(choice):
-            parallel = self.parallel_tool_calls
-            forced = forced_constraint(choice, self._template_tools(), parallel=parallel)
+        forced = forced_constraint(
+            self.openai_tool_choice(), self._template_tools, parallel=self.parallel_tool_calls
+        )
         output = _text_format(self.text.format) if self.text and self.text.format else None
         return {"tool_choice": forced, "text.format": output, **super()._constraints()}
 

@@ -6,17 +6,15 @@ an answer are therefore exactly those that the engine received, and no token is 
 encoded again.
 """
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 from fastapi import Depends, Request, Response
 from pydantic import ValidationError
 
 from coppice.wire.rollouts import (
     MAX_GROUPS,
-    FinishReason,
     GroupAnswer,
     Prompt,
     RolloutAnswer,
@@ -50,11 +48,8 @@ from service.http.responses import (
 from service.rollouts.request import NewGroup, NewRollout
 from service.rollouts.rollout import Rollout
 from service.routes.dependencies import ReadyServer
-from service.server import Server
 from service.sessions.call import SessionCall
 
-FINISH_REASONS: dict[FinishReason, str] = {"stop": "stop", "length": "length", "error": "error"}
-ABORTED = "abort"
 ROLLOUT_ERRORS = (*ADMIN_ERRORS, *BODY_ERRORS, *ENGINE_ERRORS)
 
 _SEED_MASK = 2**62 - 1  # trainers send seeds of 63 bits
@@ -246,38 +241,6 @@ class CompatRequest:
 Compat = Annotated[CompatRequest, Depends()]
 
 
-class RequestIds:
-    """Lookup of running rollouts by API key and client-chosen request id, to abort them.
-
-    Several rollouts may have the same id.
-    """
-
-    def __init__(self) -> None:
-        self._rollouts: dict[tuple[str, str], set[Rollout]] = {}
-
-    @contextmanager
-    def register(self, owner: str, name: str, rollout: Rollout) -> Iterator[None]:
-        key = (owner, name)
-        self._rollouts.setdefault(key, set()).add(rollout)
-        try:
-            yield
-        finally:
-            self._rollouts[key].discard(rollout)
-            if not self._rollouts[key]:
-                del self._rollouts[key]
-
-    def find(self, owner: str, name: str) -> list[Rollout]:
-        return list(self._rollouts.get((owner, name), ()))
-
-
-def _request_ids(request: Request) -> RequestIds:
-    request_ids: RequestIds = request.app.state.request_ids
-    return request_ids
-
-
-RunningRequests = Annotated[RequestIds, Depends(_request_ids)]
-
-
 def rollout_request(
     prompts: Sequence[list[int]],
     fields: SamplingFields,
@@ -311,41 +274,3 @@ def namespaced_salt(caller: ApiKey, given: str | None) -> str | None:
     No key can probe the cache of another one by guessing its salt.
     """
     return None if given is None else f"{caller.name}:{given}"
-
-
-def name_of(server: Server, model: str | None) -> str:
-    """Model name to put in a response: as requested, but the served name for the model's path."""
-    info = server.engine.info
-    return info.model if model is None or model == info.model_given else model
-
-
-def finish_reason(sample: SampleAnswer) -> str:
-    return FINISH_REASONS.get(sample.finish_reason, ABORTED)
-
-
-def support_field(sample: SampleAnswer) -> dict[str, Any]:
-    """Field `support` of a finished sample, as in answers of /v1/rollouts; empty if it has none."""
-    return {} if sample.support is None else {"support": sample.support.model_dump()}
-
-
-def weight_version_spans(sample: SampleAnswer) -> list[dict[str, Any]]:
-    """Ranges of a sample's tokens as JSON, each with the weights version that generated it."""
-    return [span.model_dump() for span in sample.versions]
-
-
-def usage(answer: RolloutAnswer) -> dict[str, Any]:
-    usage_totals = answer.usage
-    return {
-        **token_counts(usage_totals.num_prompt_tokens, usage_totals.num_generated_tokens),
-        "prompt_tokens_details": {
-            "cached_tokens": sum(group.num_cached_tokens for group in answer.groups)
-        },
-    }
-
-
-def token_counts(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }

@@ -6,7 +6,7 @@ that of a named one the parameters alone. The format does not depend on the mode
 
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
@@ -47,10 +47,12 @@ def is_forced(choice: ToolChoice | None) -> bool:
 
 
 def forced_constraint(
-    choice: ToolChoice | None, tools: Tools, *, parallel: bool = True
-) -> dict[str, Any]:
+    choice: ToolChoice | None, tools: Callable[[], Tools], *, parallel: bool
+) -> dict[str, Any] | None:
     """Native `structured_outputs` of a forced call, or of several if `parallel`."""
-    schemas = {tool["function"]["name"]: _schema(tool) for tool in tools}
+    if not is_forced(choice):
+        return None
+    schemas = {tool["function"]["name"]: _schema(tool) for tool in tools()}
     if isinstance(choice, NamedTool):
         if choice.function.name not in schemas:
             raise InvalidRequest.of_parameter("tool_choice", "the function is not in tools")

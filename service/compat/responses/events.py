@@ -12,10 +12,10 @@ from coppice.wire.packed.results import EndRecord
 from coppice.wire.problem_catalogue import Problem
 from coppice.wire.rollouts import SampleAnswer
 from engine.types.chat import ChatResponse, ToolCallPart
-from service.compat.chat_samples import ChatSamples, MessageParts
-from service.compat.openai_errors import problem_message
-from service.compat.openai_response_items import custom_input, encoded_reasoning
-from service.compat.openai_stream import error_event
+from service.compat.chat.samples import ChatSamples, MessageParts
+from service.compat.errors import problem_message
+from service.compat.event_stream import error_event
+from service.compat.responses.items import custom_input, encoded_reasoning
 from service.compat.sample_stream import SamplePart, sample_parts
 
 Event = dict[str, Any]

@@ -13,19 +13,13 @@ from coppice.wire.rollouts import RolloutAnswer, SampleAnswer
 from engine.types.samples import TopLogprobs
 from service.auth.access import requires_role
 from service.compat import logprobs
+from service.compat.answer_fields import finish_reason, support_field, usage, weight_version_spans
 from service.compat.bodies import CompatModel, Flag, MaxTokens, request_body
-from service.compat.compat_request import (
-    CommonRequestFields,
-    Compat,
-    finish_reason,
-    support_field,
-    usage,
-    weight_version_spans,
-)
+from service.compat.errors import OpenAIRoute, as_openai
+from service.compat.event_stream import EVENTS_OR_JSON, StreamFields, stream_response
 from service.compat.logprobs import NumLogprobs
-from service.compat.openai_chat import ChatBody, ChatMessage, Tool
-from service.compat.openai_errors import OpenAIRoute, as_openai
-from service.compat.openai_stream import EVENTS_OR_JSON, StreamFields, stream_response
+from service.compat.openai.chat import ChatBody, ChatMessage, Tool
+from service.compat.request import CommonRequestFields, Compat
 from service.compat.sample_stream import SamplePart
 from service.compat.sampling_fields import SamplingFields
 from service.errors import AdapterNotFound, InvalidRequest, NoChatTemplate
@@ -248,19 +242,11 @@ def _content(
 
     vLLM 0.32 renamed `token` to `token_id`; this supports clients of either version.
     """
-    others = [logprobs.as_chat_logprobs(candidates) for candidates in per_token] or [[]] * len(
-        token_ids
-    )
-    content = [
-        {
-            "token": logprobs.id_name(token),
-            "token_id": token,
-            "logprob": logprob,
-            "top_logprobs": more,
-        }
-        for token, logprob, more in zip(token_ids, sampled, others, strict=True)
-    ]
-    return {"content": content}
+    return {"content": logprobs.entries(token_ids, sampled, per_token, _entry)}
+
+
+def _entry(token: int, logprob: float) -> dict[str, Any]:
+    return {"token": logprobs.id_name(token), "token_id": token, "logprob": logprob}
 
 
 async def _tokens(server: Server, body: TokenizeBody) -> list[int]:

@@ -14,9 +14,9 @@ from coppice.wire.rollouts import SampleAnswer
 from engine.types.chat import ChatResponse
 from engine.types.samples import Sampling
 from service.compat import logprobs
-from service.compat.chat_samples import MessageParts
-from service.compat.compat_request import finish_reason, support_field, weight_version_spans
-from service.compat.echo import PromptEcho
+from service.compat.answer_fields import finish_reason, support_field, weight_version_spans
+from service.compat.chat.samples import MessageParts
+from service.compat.openai.echo import PromptEcho
 from service.compat.sample_stream import SamplePart, StreamedText
 from service.rollouts.record_reader import SampleKey
 from service.server import Server

@@ -14,10 +14,9 @@ from engine.types.info import EngineInfo
 from service import __version__
 from service.adapters.manager import LoadedAdapter
 from service.auth.access import allow_any_key, requires_role
+from service.compat.answer_fields import name_of, unix_time
 from service.compat.bodies import CompatModel, Directory, read_compat_body, request_body
-from service.compat.compat_request import name_of
-from service.compat.openai_errors import OpenAIRoute
-from service.compat.openai_stream import unix_time
+from service.compat.errors import OpenAIRoute
 from service.errors import (
     ActivationFailed,
     AdapterNotFound,

@@ -14,7 +14,7 @@ from coppice.wire.control import (
 from engine.types.samples import KV_CACHE, WEIGHTS, PauseMode, SleepTag
 from service.auth.access import Caller, allow_any_key, public, requires_role
 from service.compat.bodies import CompatModel, Directory, EmptyBody, read_compat_body, request_body
-from service.compat.compat_request import RunningRequests
+from service.compat.sglang.running_requests import RunningRequests
 from service.compat.weight_updates import UPDATE_RESPONSES, Updates
 from service.errors import Asleep, InvalidRequest, Unsupported
 from service.http.cross_site import refuse_browsers

@@ -15,7 +15,13 @@ from coppice.wire.rollouts import RolloutAnswer, SampleAnswer
 from engine.types.chat import ChatRequest, ChatResponse, ToolCallPart
 from engine.types.info import EngineInfo
 from service.auth.access import requires_role
-from service.compat import logprobs
+from service.compat.answer_fields import (
+    finish_reason,
+    name_of,
+    support_field,
+    unix_time,
+    weight_version_spans,
+)
 from service.compat.bodies import (
     CompatModel,
     Flag,
@@ -27,26 +33,18 @@ from service.compat.bodies import (
     effort_options,
     request_body,
 )
-from service.compat.chat_samples import ChatSamples, MessageParts, count_ignored_options
-from service.compat.compat_request import (
-    CommonRequestFields,
-    Compat,
-    finish_reason,
-    name_of,
-    support_field,
-    weight_version_spans,
-)
-from service.compat.echo import check_echo
-from service.compat.forced_tools import (
+from service.compat.chat.forced_tools import (
     NamedTool,
     ToolChoice,
     forced_constraint,
-    is_forced,
 )
+from service.compat.chat.samples import ChatSamples, MessageParts, count_ignored_options
+from service.compat.errors import OpenAIRoute
+from service.compat.event_stream import STREAM_RESPONSES, StreamFields, stream_response
 from service.compat.logprobs import NumLogprobs
-from service.compat.openai_choices import ChatChunks
-from service.compat.openai_errors import OpenAIRoute
-from service.compat.openai_stream import STREAM_RESPONSES, StreamFields, stream_response, unix_time
+from service.compat.openai.chunks import ChatChunks
+from service.compat.openai.echo import check_echo
+from service.compat.request import CommonRequestFields, Compat
 from service.compat.sampling_fields import SamplingFields
 from service.errors import InvalidRequest
 from service.rollouts.logprob_tables import check_count
@@ -144,10 +142,9 @@ class ChatBody(SamplingFields, CommonRequestFields, PromptTruncation, StreamFiel
         return last.text() if self.echo and last.role == "assistant" else ""
 
     def _constraints(self) -> dict[str, dict[str, Any] | None]:
-        forced = None
-        if is_forced(self.tool_choice):
-            parallel = self.parallel_tool_calls
-            forced = forced_constraint(self.tool_choice, self._template_tools(), parallel=parallel)
+        forced = forced_constraint(
+            self.tool_choice, self._template_tools, parallel=self.parallel_tool_calls
+        )
         return {"tool_choice": forced, **super()._constraints()}
 
     def _template_tools(self) -> list[dict[str, Any]]:
@@ -246,14 +243,8 @@ class ChatResponseBuilder:
         return choice
 
     async def _logprobs(self, sample: SampleAnswer) -> dict[str, Any]:
-        per_token = logprobs.sample_logprobs(self._rollout, 0, sample.index)
-        name = await logprobs.token_names(
-            self._server.tokenizer,
-            lambda: logprobs.with_top_token_ids(sample.token_ids, per_token),
-            as_ids=self._body.return_tokens_as_token_ids,
-        )
-        sampled = (sample.token_ids, sample.logprobs, per_token, name)
-        return {"content": await asyncio.to_thread(logprobs.chat_logprobs, *sampled)}
+        as_ids = self._body.return_tokens_as_token_ids
+        return {"content": await self._samples.logprobs(sample, as_ids=as_ids)}
 
     def stream_response(self) -> Response:
         rollout, body = self._rollout, self._body

@@ -13,6 +13,14 @@ from coppice.wire.rollouts import Prompt, RolloutAnswer, SampleAnswer
 from engine.types.samples import TopLogprobs
 from service.auth.access import requires_role
 from service.compat import logprobs
+from service.compat.answer_fields import (
+    finish_reason,
+    name_of,
+    support_field,
+    unix_time,
+    usage,
+    weight_version_spans,
+)
 from service.compat.bodies import (
     Flag,
     ListsOfTokenIds,
@@ -21,27 +29,12 @@ from service.compat.bodies import (
     Texts,
     request_body,
 )
-from service.compat.compat_request import (
-    CommonRequestFields,
-    Compat,
-    CompatRequest,
-    DecodedSample,
-    finish_reason,
-    name_of,
-    support_field,
-    usage,
-    weight_version_spans,
-)
-from service.compat.echo import PromptEcho, check_echo, prompt_echo
+from service.compat.errors import OpenAIRoute
+from service.compat.event_stream import STREAM_RESPONSES, StreamFields, stream_response
 from service.compat.logprobs import NumLogprobs
-from service.compat.openai_choices import CompletionChunks
-from service.compat.openai_errors import OpenAIRoute
-from service.compat.openai_stream import (
-    STREAM_RESPONSES,
-    StreamFields,
-    stream_response,
-    unix_time,
-)
+from service.compat.openai.chunks import CompletionChunks
+from service.compat.openai.echo import PromptEcho, check_echo, prompt_echo
+from service.compat.request import CommonRequestFields, Compat, CompatRequest, DecodedSample
 from service.compat.sample_stream import NOTHING_SAMPLED
 from service.compat.sampling_fields import SamplingFields
 from service.errors import InvalidRequest

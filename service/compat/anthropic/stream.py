@@ -13,10 +13,10 @@ from coppice.wire.packed.results import EndRecord
 from coppice.wire.problem_catalogue import Problem
 from coppice.wire.rollouts import RolloutAnswer, SampleAnswer
 from engine.types.chat import ChatResponse, ToolCall, ToolCallPart
-from service.compat.anthropic_errors import anthropic_error
-from service.compat.chat_samples import ChatSamples, MessageParts
-from service.compat.compat_request import support_field, usage, weight_version_spans
-from service.compat.openai_stream import error_event
+from service.compat.answer_fields import support_field, usage, weight_version_spans
+from service.compat.anthropic.errors import anthropic_error
+from service.compat.chat.samples import ChatSamples, MessageParts
+from service.compat.event_stream import error_event
 from service.compat.sample_stream import SamplePart, sample_parts
 
 Event = dict[str, Any]
