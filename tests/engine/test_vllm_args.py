@@ -14,7 +14,7 @@ from engine.launch import vllm_args
 from engine.launch.arguments import engine_arguments
 from engine.settings import EngineSettings
 from engine.vllm_settings import PASSED_UNCHANGED
-from service.cli import ServeComponents
+from service.serve_components import ServeComponents
 from tests.engine.seedling import MODEL
 from tests.service.command_line import run_command
 
