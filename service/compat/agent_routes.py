@@ -1,4 +1,4 @@
-"""Routes of agents under /sessions/{session_id}: the handlers of the routes of other APIs.
+"""Routes of agents below /sessions/{session_id}, with the handlers of other servers' APIs.
 
 A handler gets the session from its `CompatRequest`. An agent's client is given this path as the
 base URL, and the session's key as the API key.

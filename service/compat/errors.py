@@ -1,4 +1,4 @@
-"""Errors in OpenAI's format: status 400 for an invalid request, and the member `error`."""
+"""Errors in OpenAI's format, the default of all routes of other servers' APIs."""
 
 import json
 from collections.abc import Callable, Coroutine

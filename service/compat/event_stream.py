@@ -1,4 +1,4 @@
-"""Streams of server-sent events in the formats of OpenAI and vLLM."""
+"""Responses of server-sent events, with keep-alives, errors and OpenAI's chunks."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence

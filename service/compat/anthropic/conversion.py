@@ -1,4 +1,4 @@
-"""Messages of Anthropic's API as the chat messages that the template renders.
+"""Conversion of Anthropic's messages to the chat messages that the template renders.
 
 The result is that of vLLM's converter, except that several text blocks of a message are one string,
 as on the other chat routes.

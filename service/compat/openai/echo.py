@@ -1,4 +1,4 @@
-"""Prompts that are returned before the responses of POST /v1/completions, with their logprobs."""
+"""Echo of prompts before their responses, with their logprobs (`echo` of completions)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

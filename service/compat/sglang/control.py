@@ -1,4 +1,4 @@
-"""SGLang's control routes for trainers: pause, abort, weights from a directory, and status."""
+"""SGLang's control routes: pause, memory, abort, weights from a directory, and status."""
 
 from typing import Annotated, Literal
 
@@ -6,11 +6,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from coppice.wire.base import Label
-from coppice.wire.control import (
-    DEFAULT_PAUSE_LEASE_SECONDS,
-    DEFAULT_SLEEP_LEASE_SECONDS,
-    PauseLease,
-)
+from coppice.wire.pause import DEFAULT_PAUSE_LEASE_SECONDS, DEFAULT_SLEEP_LEASE_SECONDS, PauseLease
 from engine.types.samples import KV_CACHE, WEIGHTS, PauseMode, SleepTag
 from service.auth.access import Caller, allow_any_key, public, requires_role
 from service.compat.bodies import CompatModel, Directory, EmptyBody, read_compat_body, request_body

@@ -1,9 +1,9 @@
-"""vLLM's control routes for trainers: pause and resume, weight updates and server information."""
+"""vLLM's control routes: pause and resume, sleep, weight updates and server information."""
 
 from fastapi import APIRouter, Request, Response
 
 from coppice.wire.base import Label
-from coppice.wire.control import DEFAULT_SLEEP_LEASE_SECONDS
+from coppice.wire.pause import DEFAULT_SLEEP_LEASE_SECONDS
 from engine.types.samples import KV_CACHE, WEIGHTS, PauseMode, SleepLevel, SleepTag
 from service.auth.access import Caller, allow_any_key, public, requires_role
 from service.compat.bodies import CompatModel, Directory, EmptyBody, read_compat_body, request_body

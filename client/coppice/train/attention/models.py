@@ -1,7 +1,7 @@
-"""Attention implementation that Hugging Face models get by name, which uses attention contexts.
+"""Registration of attention contexts with Hugging Face models, and forwards that use them.
 
-It is registered without a mask function, so models pass no mask. Their own mask functions would
-detect packed rows from position_ids and build a dense mask.
+The attention is registered without a mask function, so models pass no mask. Their own functions
+would detect packed rows from position_ids and build a dense mask.
 """
 
 from collections.abc import Iterator

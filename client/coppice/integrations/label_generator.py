@@ -1,4 +1,4 @@
-"""Labels of the weights versions of a training run, which may contain the trainer's step."""
+"""Generator of labels of weights versions, unique across runs, and the step in a label."""
 
 import itertools
 import re
@@ -7,7 +7,7 @@ import uuid
 _LABEL_WITH_STEP = re.compile(r"[a-z]+-[0-9a-f]{8}-\d+\.(\d+)")
 
 
-class VersionLabels:
+class LabelGenerator:
     """Generates labels of weights versions, unique across runs and even if a run repeats a step."""
 
     def __init__(self, trainer: str) -> None:

@@ -1,4 +1,4 @@
-"""Wire types of weights that are handed over in GPU memory.
+"""Wire types of weights in a trainer's GPU memory, which the server opens by CUDA IPC handles.
 
 Every field has a type of its own. PyTorch's own form of a handle is a pickle, which runs code of
 its sender's choice when it is read.

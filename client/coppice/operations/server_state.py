@@ -1,14 +1,13 @@
-"""Client operations that pause and resume a server and query its status and readiness."""
+"""Client operations that pause a server or put it to sleep, and query status and readiness."""
 
 from collections.abc import Sequence
 
 from coppice.errors import CoppiceError, EngineUnavailable, TimedOut, TransportError
 from coppice.transport.messages import HttpRequest, json_request
 from coppice.transport.retry import RequestSender
-from coppice.wire.control import (
+from coppice.wire.pause import (
     DEFAULT_PAUSE_LEASE_SECONDS,
     DEFAULT_SLEEP_LEASE_SECONDS,
-    HealthAnswer,
     PauseAnswer,
     PauseMode,
     PauseRequest,
@@ -17,16 +16,16 @@ from coppice.wire.control import (
     SleepLevel,
     SleepRequest,
     SleepTag,
-    StatusAnswer,
     WakeRequest,
 )
+from coppice.wire.status import HealthAnswer, StatusAnswer
 
 _FIRST_WAIT_SECONDS = 0.05
 _LONGEST_WAIT_SECONDS = 2.0
 _LONGEST_PROBE_SECONDS = 5.0
 
 
-class ControlOperations:
+class ServerStateOperations:
     """Client operations: pause, resume, status and wait for readiness."""
 
     _sender: RequestSender

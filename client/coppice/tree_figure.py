@@ -1,4 +1,4 @@
-"""Plot of a rollout tree: paths run to the right, leaves are stacked vertically.
+"""Figure of a rollout tree, drawn with matplotlib: rewards, token entropies, finish reasons.
 
     color               reward of the segment, aggregated from its leaves as in segment_rewards
     area above a line   entropy of each token, on one scale for the whole figure

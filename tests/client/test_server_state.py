@@ -5,7 +5,7 @@ import httpx
 import pytest
 
 from coppice import PauseAnswer, SleepAnswer, StatusAnswer, TimedOut, Unauthorized
-from coppice.wire.control import HealthAnswer
+from coppice.wire.status import HealthAnswer
 from tests.client.app import App, answering, failing, refusing
 from tests.client.conftest import Connect
 

@@ -1,4 +1,4 @@
-"""Client operation that hands weights over in GPU memory."""
+"""Client operation that activates weights in GPU memory, which the server opens by CUDA IPC."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,7 +10,7 @@ from coppice.transport.retry import RequestSender
 from coppice.weights.gpu_weights import GpuWeights
 from coppice.weights.tensors import StateDict
 from coppice.wire.columns.kv_versions import ActivationKv
-from coppice.wire.weight_transfer import TransferRequest
+from coppice.wire.cuda_ipc_weights import TransferRequest
 from coppice.wire.weights import ActivationAnswer, ActivationMode
 
 

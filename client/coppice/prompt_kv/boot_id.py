@@ -1,4 +1,4 @@
-"""Identity of this host, by which a server recognizes readers that share its GPUs."""
+"""Boot id of this host, by which a server recognizes readers that share its GPUs."""
 
 from pathlib import Path
 
