@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from bench.kv_server import ROOT
+from bench.harness.kv_server import ROOT
 from coppice import Kv, KvHandle, KvSource, PromptKV, Rollouts
 
 SMALL = {"groups": [{"prompt": {"token_ids": [1, 2, 3]}, "n": 4}], "sampling": {"max_tokens": 16}}
@@ -62,7 +62,7 @@ def readers(
 
     `bytes_per_second`: the mean rate of each of them.
     """
-    command = [sys.executable, "-m", "bench.kv_load", url, str(bytes_per_second)]
+    command = [sys.executable, "-m", "bench.harness.kv_load", url, str(bytes_per_second)]
     processes = [Popen(command, cwd=ROOT, stdin=PIPE, stdout=PIPE, text=True) for _ in range(count)]
     try:
         for process in processes:

@@ -1,6 +1,6 @@
 """A server in its own process whose prompt KV is as large as a real model's.
 
-    python -m bench.kv_server [nixl]
+    python -m bench.harness.kv_server [nixl]
 
 It prints its address and serves until its standard input is closed. It uses the fake engine:
 transports are measured, for which only the number of bytes matters, here that of Qwen3-8B, 144 KiB
@@ -27,7 +27,7 @@ from service.config.settings import Settings
 from service.http.limited_protocol import protocol_with_limits
 from tests.fake_engine import FakeEngine, Running
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FORMAT = KvFormat(num_layers=36, num_kv_heads=8, head_dim=128, dtype="bfloat16", rope={})
 BYTES_PER_TOKEN = 2 * 36 * 8 * 128 * 2
 
@@ -52,7 +52,7 @@ class LargeEngine(FakeEngine):
 
 @contextmanager
 def kv_server(*, nixl: bool = False) -> Iterator[str]:
-    command = [sys.executable, "-m", "bench.kv_server"]
+    command = [sys.executable, "-m", "bench.harness.kv_server"]
     command += ["nixl"] if nixl else []
     with Popen(command, cwd=ROOT, stdin=PIPE, stdout=PIPE, text=True) as process:
         assert process.stdin and process.stdout
