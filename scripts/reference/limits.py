@@ -132,9 +132,9 @@ LIMITS = (
     ),
     Limit(
         "bytes of the body of a tokenizer's route",
-        "service/compat/vllm_tokens.py:MAX_BODY_BYTES",
+        "service/compat/vllm/tokens.py:MAX_BODY_BYTES",
         "body_too_large",
-        "service/compat/vllm_tokens.py",
+        "service/compat/vllm/tokens.py",
         "tests/service/test_limits.py::test_body_of_a_tokenizer_route_is_limited",
     ),
     Limit(
@@ -233,21 +233,21 @@ LIMITS = (
         "tests/service/test_admission.py::test_supports_of_all_keys_together_are_limited",
     ),
     Limit(
-        "logprobs of further tokens at one token",
+        "logprobs of the top k or of given token ids at one token",
         "engine.max_logprobs",
         "invalid_request",
         "service/rollouts/logprob_tables.py",
         "tests/service/test_top_logprobs.py::test_rollouts_with_too_many_logprobs_are_refused",
     ),
     Limit(
-        "logprobs of further tokens in the answer of one request",
+        "logprobs of the top k or of given token ids in the answer of one request",
         "service/rollouts/logprob_tables.py:MAX_REQUEST_LOGPROBS",
         "invalid_request",
         "service/rollouts/logprob_tables.py",
         "tests/service/test_top_logprobs.py::test_rollouts_with_too_many_logprobs_are_refused",
     ),
     Limit(
-        "logprobs of further tokens that one score computes",
+        "logprobs of the top k or of given token ids that one score computes",
         "service/rollouts/logprob_tables.py:MAX_COMPUTED_LOGPROBS",
         "invalid_request",
         "service/rollouts/scoring.py",
@@ -263,9 +263,9 @@ LIMITS = (
     ),
     Limit(
         "prompt tokens that one answer of another server's API repeats",
-        "service/compat/echo.py:MAX_ECHOED_TOKENS",
+        "service/compat/openai/echo.py:MAX_ECHOED_TOKENS",
         "invalid_request",
-        "service/compat/echo.py",
+        "service/compat/openai/echo.py",
         "tests/service/test_limits.py::test_prompts_repeated_in_too_many_choices_are_refused",
     ),
     Limit(
@@ -299,16 +299,16 @@ LIMITS = (
     ),
     Limit(
         "bytes of the stored responses of a key (`/v1/responses`)",
-        "service/compat/openai_response_store.py:MAX_OWNER_BYTES",
+        "service/compat/responses/store.py:MAX_OWNER_BYTES",
         "the oldest are dropped",
-        "service/compat/openai_response_store.py",
+        "service/compat/responses/store.py",
         "tests/compat/test_openai_responses.py::test_store_is_bounded_per_key_in_total_and_in_time",
     ),
     Limit(
         "bytes of the stored responses of all keys",
-        "service/compat/openai_response_store.py:MAX_BYTES",
+        "service/compat/responses/store.py:MAX_BYTES",
         "the oldest are dropped",
-        "service/compat/openai_response_store.py",
+        "service/compat/responses/store.py",
         "tests/compat/test_openai_responses.py::test_store_is_bounded_per_key_in_total_and_in_time",
     ),
     # Sessions

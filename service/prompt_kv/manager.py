@@ -13,8 +13,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from coppice.prompt_kv.host import read_boot_id
-from coppice.wire.control import KvStatus
+from coppice.prompt_kv.boot_id import read_boot_id
 from coppice.wire.kv import (
     KvAgent,
     KvGpu,
@@ -23,6 +22,7 @@ from coppice.wire.kv import (
     KvLocator,
     KvReason,
 )
+from coppice.wire.status import KvStatus
 from engine.protocol.prompt_kv import PromptKv
 from service.config.prompt_kv import KvSettings
 from service.errors import DRAINING_RETRY_SECONDS, Draining, KvNotFound

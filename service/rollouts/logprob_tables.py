@@ -1,4 +1,4 @@
-"""Requested logprobs of further tokens: their limits, and the arrays of the answers."""
+"""Requested logprobs of the top k or of given token ids: limits, and arrays of the answers."""
 
 import asyncio
 from collections.abc import Sequence

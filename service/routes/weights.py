@@ -12,8 +12,8 @@ from fastapi import APIRouter, Request, Response
 from starlette.responses import StreamingResponse
 
 from coppice.weights.checkpoint_files import SINGLE_FILE
-from coppice.wire import weight_transfer
-from coppice.wire.weight_transfer import TransferRequest
+from coppice.wire import cuda_ipc_weights
+from coppice.wire.cuda_ipc_weights import TransferRequest
 from coppice.wire.weights import ActivateRequest, StageRequest
 from engine.weights.ipc_tensors import IpcHandle, IpcTensor, WeightTransfer
 from service.auth.access import requires_role
@@ -183,7 +183,7 @@ def _tensors(body: TransferRequest) -> list[IpcTensor]:
     ]
 
 
-def _handle(sent: weight_transfer.IpcHandle) -> IpcHandle:
+def _handle(sent: cuda_ipc_weights.IpcHandle) -> IpcHandle:
     return IpcHandle(
         handle=base64.b64decode(sent.handle),
         offset=sent.offset,

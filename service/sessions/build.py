@@ -1,4 +1,4 @@
-"""Composition of agent sessions."""
+"""Composition of agent sessions: their manager, with what it uses of other components."""
 
 from engine.protocol import Engine
 from service.cluster.build import Cluster

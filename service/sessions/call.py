@@ -1,4 +1,4 @@
-"""One call of an agent: its prompt and its rollout."""
+"""One call of an agent: rendering of its prompt, and its rollout with the session's parameters."""
 
 from collections.abc import Sequence
 from functools import partial

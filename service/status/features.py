@@ -7,7 +7,7 @@ values that could be secret or a path.
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from coppice.wire.control import FeatureStatus
+from coppice.wire.status import FeatureStatus
 from service.prompt_kv.arena import MIN_DEFAULT_BYTES
 
 if TYPE_CHECKING:

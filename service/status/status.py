@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from coppice.wire.control import EngineStatus, StartPhase, StatusAnswer
+from coppice.wire.status import EngineStatus, StartPhase, StatusAnswer
 from engine.protocol.engine_state import EngineState
 from engine.protocol.features import DRAFT_MODEL
 from engine.types.feature_stats import (

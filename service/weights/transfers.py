@@ -6,7 +6,7 @@ such a version is staged and activated by one call.
 
 import asyncio
 
-from coppice.wire.weight_transfer import TransferRequest
+from coppice.wire.cuda_ipc_weights import TransferRequest
 from coppice.wire.weights import ActivationAnswer
 from engine.weights.ipc_tensors import WeightTransfer
 from service.state_changes import StateChanges

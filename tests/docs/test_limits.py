@@ -16,7 +16,7 @@ NO_LIMITS_OF_REQUESTS = {
     "service/cluster/idempotency_claims.py": {"MAX_CLAIMS_PER_HEARTBEAT"},
     "service/cluster/redis_registry.py": {"MAX_CONNECTIONS"},
     "service/compat/bodies.py": {"MAX_EXTRA_FIELDS"},
-    "service/compat/sglang_generate.py": {"MAX_QUIET_SECONDS"},
+    "service/compat/sglang/generate.py": {"MAX_QUIET_SECONDS"},
     "service/http/file_limit.py": {"MAX_OPEN_FILES"},
     "service/kv_reuse/observed_prompt_selection.py": {
         "MAX_ANCHORS_PER_SECTION",

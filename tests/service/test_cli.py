@@ -15,11 +15,11 @@ from fastapi import FastAPI
 from engine.errors import EngineDead, StartFailed
 from engine.protocol import Engine
 from engine.types.info import EngineHealth
-from service.cli import ServeComponents, with_prompt_kv
 from service.config.settings import Settings, redacted, settings_fields
 from service.config.sources import SettingsFlags, flag_name
 from service.http.shutdown import ServerLifecycle
 from service.node import Node
+from service.serve_components import ServeComponents, with_prompt_kv
 from tests.service.command_line import Result, run_command
 
 
@@ -74,7 +74,7 @@ def test_process_exits_after_a_server_that_stopped_without_an_error() -> None:
 def test_exit_runs_exit_handlers_and_waits_for_no_thread() -> None:
     program = """
 import atexit, threading, time
-from service.cli import exit_process
+from service.serve_components import exit_process
 
 threading.Thread(target=time.sleep, args=(600,)).start()
 atexit.register(print, "exit handler")

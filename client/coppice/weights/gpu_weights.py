@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any, Self, cast, get_args
 
 from coppice.weights.tensors import StateDict, Tensor, tensors_of
-from coppice.wire.weight_transfer import CUDA_MALLOC, IpcHandle, IpcTensor, TransferDtype
+from coppice.wire.cuda_ipc_weights import CUDA_MALLOC, IpcHandle, IpcTensor, TransferDtype
 
 
 class GpuWeights:

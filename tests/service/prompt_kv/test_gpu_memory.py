@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from coppice.prompt_kv import host
-from coppice.prompt_kv.host import read_boot_id
+from coppice.prompt_kv import boot_id
+from coppice.prompt_kv.boot_id import read_boot_id
 from coppice.wire.kv import KvGpu, KvHandle
 from service.prompt_kv.arena import PAGE_BYTES, round_up_to_pages
 from service.prompt_kv.layout import LayoutFactory
@@ -97,5 +97,5 @@ async def test_engine_without_gpu_memory_offers_none(tmp_path: Path) -> None:
 
 
 def test_unknown_boot_id_matches_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "BOOT_ID", tmp_path / "missing")
+    monkeypatch.setattr(boot_id, "BOOT_ID", tmp_path / "missing")
     assert read_boot_id() is None

@@ -1,4 +1,4 @@
-"""Wire types of the logprobs of several tokens at each position of a sample or prompt."""
+"""Wire types of logprobs of the top k or of given token ids, at tokens of samples or prompts."""
 
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Self
