@@ -79,7 +79,8 @@ class Server:
         """Set the attributes by which the routes find the components."""
         self.traces = self._observability.traces
         self.threads, self.bodies = self._http.threads, self._http.bodies
-        self.cluster, self.key_transfers = self._cluster.membership, self._cluster.key_transfers
+        self.cluster = self._cluster.membership
+        self.idempotency_keys = self._cluster.idempotency_keys
         self.prompt_kv, self.kv_reuse = self._kv.prompt_kv, self._kv.kv_reuse
         self.kv_downloads = self._kv.kv_downloads
         self.rollouts, self.scoring = self._rollouts.manager, self._rollouts.scoring

@@ -183,16 +183,16 @@ LIMITS = (
     ),
     Limit(
         "bytes of structured outputs of a key that wait for their check",
-        "engine/requests/check_limiter.py:CLIENT_BYTES",
+        "engine/requests/grammar_check.py:CLIENT_BYTES",
         "quota_exceeded",
-        "engine/requests/check_limiter.py",
+        "engine/requests/grammar_check.py",
         "tests/engine/test_grammar_turns.py::test_waiting_checks_of_a_key_are_bounded",
     ),
     Limit(
         "bytes of structured outputs in all that wait for their check",
-        "engine/requests/check_limiter.py:TOTAL_BYTES",
+        "engine/requests/grammar_check.py:TOTAL_BYTES",
         "overloaded",
-        "engine/requests/check_limiter.py",
+        "engine/requests/grammar_check.py",
         "tests/engine/test_grammar_turns.py::test_waiting_checks_of_a_key_are_bounded",
     ),
     # Samples

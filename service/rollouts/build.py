@@ -63,7 +63,7 @@ def build_rollouts(
     manager = RolloutManager(
         engine,
         kv.prompt_kv,
-        cluster.membership,
+        cluster.idempotency_keys,
         adapters,
         admission,
         factory,

@@ -23,7 +23,7 @@ def build_sessions(
         rollouts.tokenizer,
         http.threads,
         cluster.membership,
-        cluster.key_transfers,
+        cluster.idempotency_keys,
         metrics,
         admission=rollouts.admission,
         advertised_url=settings.server.advertised_url,

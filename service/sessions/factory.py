@@ -7,10 +7,10 @@ import secrets
 from collections.abc import Callable
 
 from coppice.wire.sessions import CacheScope, SessionsFinish, SessionsRequest
+from service.cluster.idempotency_claim import IdempotencyClaim
 from service.cluster.registry import new_rollout_id
 from service.config.sessions import SessionsSettings
 from service.errors import InvalidRequest
-from service.rollouts.idempotency import IdempotencyClaim
 from service.sessions.session import Session
 from service.sessions.session_group import SessionGroup
 from service.sessions.store import SessionStore

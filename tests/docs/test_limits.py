@@ -13,7 +13,7 @@ from tests.tools import ROOT
 NO_LIMITS_OF_REQUESTS = {
     "service/auth/audit_log.py": {"MAX_LOGGED_CHARS"},
     "service/checkpoint_store.py": {"MAX_DELETION_WAIT_SECONDS"},
-    "service/cluster/idempotency_claims.py": {"MAX_CLAIMS_PER_HEARTBEAT"},
+    "service/cluster/idempotency_keys.py": {"MAX_KEYS_PER_HEARTBEAT"},
     "service/cluster/redis_registry.py": {"MAX_CONNECTIONS"},
     "service/compat/bodies.py": {"MAX_EXTRA_FIELDS"},
     "service/compat/sglang/generate.py": {"MAX_QUIET_SECONDS"},

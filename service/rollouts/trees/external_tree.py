@@ -15,6 +15,7 @@ from coppice.wire.columns.token_columns import TokenLists
 from coppice.wire.rollouts import SegmentAnswer, SegmentFinish
 from engine.errors import EngineError
 from engine.protocol.generation import Generation
+from service.cluster.idempotency_claim import IdempotencyClaim
 from service.errors import (
     IdempotencyInProgress,
     IdempotencyMismatch,
@@ -23,7 +24,6 @@ from service.errors import (
 )
 from service.http.exception_handlers import to_service_error
 from service.rollouts.group import EndReason
-from service.rollouts.idempotency import IdempotencyClaim
 from service.rollouts.trees.path_request import Budget, Path, PathBounds
 from service.rollouts.trees.plan import Plan, next_cut
 from service.rollouts.trees.segment_tree import COMPLETE_FINISHES, Segment, Tree
