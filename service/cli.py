@@ -29,8 +29,8 @@ from engine.settings import EngineSettings
 from service.auth.keys import generate_key, read_keys
 from service.config.settings import LogSettings, Settings, changed_settings, redacted
 from service.config.sources import SettingsError, SettingsFlags, load_settings, suggestion
+from service.kv.arena import default_capacity_bytes
 from service.observability.logs import configure_logging
-from service.prompt_kv.arena import default_capacity_bytes
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

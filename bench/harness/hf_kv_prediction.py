@@ -15,16 +15,16 @@ from transformers import DynamicCache
 from coppice.wire.rollouts import PromptSpan
 from engine.types.kv import ExportSlot
 from kernels.rope_shift import parse_rotary, shift_keys
-from service.kv_reuse.observed_prompt_selection import (
+from service.kv.arena import Extent
+from service.kv.spans.cache import CacheEntry, EntryKey
+from service.kv.spans.observed_prompt_selection import (
     AnchorSelection,
     find_candidates,
     pairs_to_compare,
     select_anchors,
 )
-from service.kv_reuse.observed_prompts import Anchor, AnchorContext
-from service.kv_reuse.prompt_sections import PromptTemplate, Scope, joined, template_of
-from service.kv_reuse.span_cache import CacheEntry, EntryKey
-from service.prompt_kv.arena import Extent
+from service.kv.spans.observed_prompts import Anchor, AnchorContext
+from service.kv.spans.prompt_template import PromptTemplate, Scope, joined, template_of
 
 SCOPE = Scope("nobody", None)
 

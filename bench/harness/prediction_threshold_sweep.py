@@ -22,8 +22,8 @@ from bench.harness.record import Row
 from bench.harness.splice_error import SEEDLING
 from coppice.wire.rollouts import PromptSpan
 from examples.seedling import arithmetic
-from service.kv_reuse.observed_prompts import Anchor
-from service.kv_reuse.prompt_sections import joined
+from service.kv.spans.observed_prompts import Anchor
+from service.kv.spans.prompt_template import joined
 
 THRESHOLDS = (0.1, 0.3, 0.5, 0.9)
 NUM_AGENTS, NUM_ROUNDS, NUM_HEARD = 4, 12, 3

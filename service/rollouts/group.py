@@ -34,8 +34,8 @@ from coppice.wire.rollouts import (
 from engine.protocol.generation import Generation
 from engine.types.kv import KvLoad
 from engine.types.samples import Completion, SampleRequest, TokenDelta, TopLogprobs
-from service.prompt_kv.group_exports import GroupKvExports
-from service.prompt_kv.prompt_source import PrefilledPrompt, PromptSource
+from service.kv.handles.group_exports import GroupKvExports
+from service.kv.prompt_source import PrefilledPrompt, PromptSource
 from service.rollouts import sample_answer
 from service.rollouts.fairness import Turns
 from service.rollouts.finish_policy import FinishPolicy

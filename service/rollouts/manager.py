@@ -21,8 +21,8 @@ from service.cluster.membership import ClusterMembership
 from service.cluster.registry import new_rollout_id
 from service.config.limits import LimitsSettings
 from service.errors import DRAINING_RETRY_SECONDS, Draining, RolloutNotFound, ServiceError
+from service.kv.handles.manager import PromptKvManager
 from service.observability.build import Observability
-from service.prompt_kv.manager import PromptKvManager
 from service.rollouts import logprob_tables, supports, validation
 from service.rollouts.admission import Admission, Reservation
 from service.rollouts.group_factory import GroupFactory

@@ -7,7 +7,7 @@ without the suspension, if the same weights are active.
 from dataclasses import replace
 
 from coppice.wire.columns.token_columns import TokenColumns, TokenLists
-from service.prompt_kv.prompt_source import PrefilledPrompt
+from service.kv.prompt_source import PrefilledPrompt
 from service.rollouts.group import Group
 from service.rollouts.group_options import num_given
 from service.rollouts.request import NewRollout

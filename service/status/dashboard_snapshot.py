@@ -15,8 +15,8 @@ from prometheus_client import CollectorRegistry
 
 from engine.protocol.generation import Generation
 from engine.types.feature_stats import SpeculationStats
-from service.prompt_kv.handle import Handle
-from service.prompt_kv.manager import PromptKvManager
+from service.kv.handles.handle import Handle
+from service.kv.handles.manager import PromptKvManager
 from service.rollouts.group import Group
 from service.rollouts.rollout import Rollout
 from service.rollouts.trees.path_request import Path

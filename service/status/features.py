@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from coppice.wire.control import FeatureStatus
-from service.prompt_kv.arena import MIN_DEFAULT_BYTES
+from service.kv.arena import MIN_DEFAULT_BYTES
 
 if TYPE_CHECKING:
     from service.server import Server

@@ -16,7 +16,7 @@ from engine.types.info import EngineHealth
 from service import __version__
 from service.cluster.membership import ClusterMembership
 from service.errors import ServiceError
-from service.kv_reuse.manager import KvReuseManager
+from service.kv.spans.manager import KvReuseManager
 from service.observability.kv_metrics import KvReuseMetrics
 from service.observability.metrics import ClusterMetrics, WeightMetrics
 from service.server import Server

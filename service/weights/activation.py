@@ -33,8 +33,8 @@ from service.errors import (
     VersionConflict,
     WeightsRefused,
 )
+from service.kv.handles.manager import PromptKvManager
 from service.observability.metrics import Metrics
-from service.prompt_kv.manager import PromptKvManager
 from service.rollouts.manager import RolloutManager
 from service.state_changes import StateChanges
 from service.versions import Version, Versions, publish_again

@@ -11,7 +11,7 @@ from bench.harness.hf_splice import HfAssembler
 from coppice import AsyncRollouts, Kv, KvReuse
 from coppice.results import RolloutResult
 from coppice.wire.rollouts import PromptSpan
-from service.kv_reuse.prompt_sections import joined
+from service.kv.spans.prompt_template import joined
 from tests.e2e.prompt_kv_checks import assert_all_match_model
 from tests.serving import Served
 

@@ -8,7 +8,7 @@ import pytest
 from engine.errors import StartFailed
 from engine.types.feature_stats import SharedPrefixStats
 from engine.types.info import StartPhase
-from service.kv_reuse.span_cache import SpanCache
+from service.kv.spans.cache import SpanCache
 from tests.fake_engine import FakeEngine
 from tests.service.test_resume import started
 from tests.service.test_rollouts import body, group, running_samples

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from coppice.wire.branching import Branching
 from coppice.wire.rollouts import GroupAnswer
 from engine.types.samples import Completion, SampleRequest, Sampling
-from service.prompt_kv.prompt_source import PrefilledPrompt
+from service.kv.prompt_source import PrefilledPrompt
 from service.rollouts.group_factory import create_tree_group
 from service.rollouts.group_options import GroupOptions
 from service.rollouts.trees.plan import Plan, distribute_leaves, next_cut, split

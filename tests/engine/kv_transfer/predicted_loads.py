@@ -7,17 +7,17 @@ from typing import Any
 
 from coppice.wire.rollouts import PromptSpan
 from engine.types.kv import ExportSlot, KvLoad
-from service.kv_reuse.observed_prompt_selection import (
+from service.kv.arena import Extent
+from service.kv.spans.cache import CacheEntry, EntryKey
+from service.kv.spans.observed_prompt_selection import (
     distance,
     find_candidates,
     pairs_to_compare,
     select_anchors,
 )
-from service.kv_reuse.observed_prompts import Anchor, AnchorContext
-from service.kv_reuse.prediction import load_pieces
-from service.kv_reuse.prompt_sections import Scope, joined, template_of
-from service.kv_reuse.span_cache import CacheEntry, EntryKey
-from service.prompt_kv.arena import Extent
+from service.kv.spans.observed_prompts import Anchor, AnchorContext
+from service.kv.spans.prediction import load_pieces
+from service.kv.spans.prompt_template import Scope, joined, template_of
 from tests.arena import TestArena
 from tests.engine.kv_transfer.export_models import COMMITTED
 from tests.engine.stepped_engine import Answer, LiveEngine

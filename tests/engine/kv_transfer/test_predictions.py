@@ -18,7 +18,7 @@ from coppice.wire.rollouts import PromptSpan
 from engine.kv_transfer.worker.loader import group_runs
 from engine.runtime.feature_guard import features
 from engine.types.kv import KvLoad, LoadPiece
-from service.kv_reuse.prompt_sections import joined
+from service.kv.spans.prompt_template import joined
 from tests.arena import TestArena
 from tests.engine.kv_transfer.export_models import (
     EXPORTING,

@@ -8,9 +8,9 @@ from typing import Any, cast
 
 from coppice.wire.rollouts import PromptSpan
 from engine.types.kv import ExportStatus
-from service.kv_reuse.observed_prompts import Anchor, AnchorStore
-from service.kv_reuse.prompt_sections import PromptTemplate, Scope, template_of
-from service.kv_reuse.span_cache import CacheEntry, SpanCache
+from service.kv.spans.cache import CacheEntry, SpanCache
+from service.kv.spans.observed_prompts import Anchor, AnchorStore
+from service.kv.spans.prompt_template import PromptTemplate, Scope, template_of
 from tests.fake_engine import FakeEngine
 
 SCOPE = Scope("key", None)

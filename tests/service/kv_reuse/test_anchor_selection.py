@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from coppice.wire.rollouts import PromptSpan
 from engine.types.kv import ExportSlot, KvFormat
-from service.kv_reuse.observed_prompt_selection import (
+from service.kv.arena import Extent
+from service.kv.spans.cache import CacheEntry, EntryKey
+from service.kv.spans.observed_prompt_selection import (
     MAX_ANCHORS_PER_SECTION,
     AnchorSelection,
     are_shareable,
@@ -22,11 +24,9 @@ from service.kv_reuse.observed_prompt_selection import (
     select_anchors,
     similarity_weights,
 )
-from service.kv_reuse.observed_prompts import Anchor, AnchorContext
-from service.kv_reuse.prediction import load_pieces
-from service.kv_reuse.prompt_sections import joined, template_of
-from service.kv_reuse.span_cache import CacheEntry, EntryKey
-from service.prompt_kv.arena import Extent
+from service.kv.spans.observed_prompts import Anchor, AnchorContext
+from service.kv.spans.prediction import load_pieces
+from service.kv.spans.prompt_template import joined, template_of
 from tests.service.kv_reuse.anchor_pool import SCOPE, prompt_of
 
 Dtype = Literal["float32", "float16", "bfloat16"]

@@ -5,14 +5,14 @@ from pathlib import Path
 
 from coppice.wire.rollouts import PromptSpan
 from engine.types.kv import ExportStatus
-from service.kv_reuse.observed_prompt_selection import DistanceCache
-from service.kv_reuse.observed_prompts import (
+from service.kv.spans.observed_prompt_selection import DistanceCache
+from service.kv.spans.observed_prompts import (
     EVICTION_WINDOW,
     MAX_ANCHORS_PER_CONTEXT,
     Anchor,
     least_used_of_oldest,
 )
-from service.kv_reuse.prompt_sections import Scope
+from service.kv.spans.prompt_template import Scope
 from tests.service.kv_reuse.anchor_pool import SCOPE, a_pool, prompt_of, template
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from engine.types.kv import ExportStatus
 from engine.types.samples import SampleRequest
-from service.kv_reuse.observed_prompts import MAX_ANCHORS_PER_CONTEXT
+from service.kv.spans.observed_prompts import MAX_ANCHORS_PER_CONTEXT
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import bearer, write_keys
 from tests.service.kv_reuse.span_requests import (

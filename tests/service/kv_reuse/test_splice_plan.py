@@ -5,7 +5,7 @@ from typing import Any, cast
 import pytest
 
 from engine.types.samples import Completion, SampleRequest, Sampling
-from service.kv_reuse.splicing import SplicePlan
+from service.kv.spans.splicing import SplicePlan
 
 ENDS = (16, 240)
 

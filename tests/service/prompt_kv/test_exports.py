@@ -13,7 +13,7 @@ from coppice.wire.kv import KvReason
 from engine.errors import EngineDead
 from engine.types.info import EngineInfo
 from engine.types.kv import ExportStatus
-from service.prompt_kv.slots import SlotState
+from service.kv.store import SlotState
 from tests.fake_engine import FakeEngine
 from tests.fake_export import fake_kv
 from tests.service.prompt_kv.export_requests import (

@@ -9,8 +9,8 @@ import pytest
 from coppice.prompt_kv import host
 from coppice.prompt_kv.host import read_boot_id
 from coppice.wire.kv import KvGpu, KvHandle
-from service.prompt_kv.arena import PAGE_BYTES, round_up_to_pages
-from service.prompt_kv.layout import LayoutFactory
+from service.kv.arena import PAGE_BYTES, round_up_to_pages
+from service.kv.handles.file_layout import LayoutFactory
 from tests.fake_engine import FakeEngine
 from tests.fake_export import FORMAT
 from tests.fake_gpu import NUM_RANKS, GpuEngine

@@ -6,9 +6,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from service.config.prompt_kv import KvSettings
 from service.errors import KvGone
-from service.prompt_kv.handle import Handle
-from service.prompt_kv.handles import Handles
-from service.prompt_kv.slots import SlotTable
+from service.kv.handles.handle import Handle
+from service.kv.handles.table import Handles
+from service.kv.store import SlotTable
 from tests.sample_sizes import num_examples
 from tests.service.prompt_kv.test_slots import CAPACITY_BYTES, LAYOUTS, REPLICA
 

@@ -10,11 +10,11 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 from service.cluster.registry import new_replica_id
 from service.config.prompt_kv import KvSettings
 from service.errors import KvGone, KvNotFound
-from service.prompt_kv.arena import PAGE_BYTES
-from service.prompt_kv.handle import MAX_LEASES, Handle
-from service.prompt_kv.handles import Handles
-from service.prompt_kv.layout import LayoutFactory
-from service.prompt_kv.slots import GRACE_SECONDS, Slot, SlotState, SlotTable
+from service.kv.arena import PAGE_BYTES
+from service.kv.handles.file_layout import LayoutFactory
+from service.kv.handles.handle import MAX_LEASES, Handle
+from service.kv.handles.table import Handles
+from service.kv.store import GRACE_SECONDS, Slot, SlotState, SlotTable
 from tests.fake_export import FORMAT
 from tests.sample_sizes import num_examples
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
-from service.prompt_kv.arena import PAGE_BYTES, Extent, ExtentAllocator
-from service.prompt_kv.layout import Layout
+from service.kv.arena import PAGE_BYTES, Extent, ExtentAllocator
+from service.kv.handles.file_layout import Layout
 
 GRACE_SECONDS = 5.0
 """Time for which KV is kept after its lease has expired.

@@ -10,19 +10,19 @@ from engine.protocol.generation import Generation
 from engine.protocol.prompt_kv import PromptKv
 from engine.types.kv import ExportSlot, KvLoad
 from engine.types.samples import Completion, SampleRequest
-from service.kv_reuse.observed_prompt_selection import DistanceCache
-from service.kv_reuse.observed_prompts import AnchorStore
-from service.kv_reuse.prediction import PredictionPlan
-from service.kv_reuse.prompt_sections import (
+from service.kv.prompt_source import GroupMonitor, PromptSource
+from service.kv.spans.cache import SpanCache
+from service.kv.spans.observed_prompt_selection import DistanceCache
+from service.kv.spans.observed_prompts import AnchorStore
+from service.kv.spans.pinned_spans import ReuseFailed, SpanLease
+from service.kv.spans.prediction import PredictionPlan
+from service.kv.spans.prompt_template import (
     DEFAULT_MAX_ENTROPY,
     DEFAULT_RECOMPUTE_TOKENS,
     REUSE_OFF,
     Scope,
 )
-from service.kv_reuse.span_cache import SpanCache
-from service.kv_reuse.span_lease import ReuseFailed, SpanLease
-from service.kv_reuse.splicing import SplicePlan
-from service.prompt_kv.prompt_source import GroupMonitor, PromptSource
+from service.kv.spans.splicing import SplicePlan
 from service.versions import Versions
 
 PromptPlan = SplicePlan | PredictionPlan

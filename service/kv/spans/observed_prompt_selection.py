@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.types.kv import ExportSlot, KvFormat
-from service.kv_reuse.observed_prompts import Anchor
-from service.kv_reuse.prompt_sections import PromptTemplate
-from service.kv_reuse.span_cache import ITEM_BYTES, SpanCache
+from service.kv.spans.cache import ITEM_BYTES, SpanCache
+from service.kv.spans.observed_prompts import Anchor
+from service.kv.spans.prompt_template import PromptTemplate
 
 MAX_ANCHORS_PER_SECTION = 4
 """Maximum number of anchors, the nearest, from which one section of a prompt is predicted.

@@ -26,7 +26,7 @@ import xxhash
 from coppice.safetensors_io import CODES, FLOAT_BYTES, TensorEntry, header_of
 from coppice.wire.kv import KvLayerShape
 from engine.types.kv import KvFormat
-from service.prompt_kv.arena import PAGE_BYTES, round_up_to_pages
+from service.kv.arena import PAGE_BYTES, round_up_to_pages
 
 NO_CHECKSUM = "0" * 16
 LONGEST_VERSION = "v" * 64

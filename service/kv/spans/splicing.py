@@ -18,9 +18,9 @@ from coppice.wire.rollouts import PromptSpan
 from engine.protocol.generation import Generation
 from engine.types.kv import ExportSlot, KvLoad, LoadPiece
 from engine.types.samples import Completion, SampleRequest
-from service.kv_reuse.prompt_sections import joined
-from service.kv_reuse.span_lease import ReuseFailed, SpanLease
-from service.prompt_kv.prompt_source import GroupMonitor
+from service.kv.prompt_source import GroupMonitor
+from service.kv.spans.pinned_spans import ReuseFailed, SpanLease
+from service.kv.spans.prompt_template import joined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,9 +15,9 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from service.errors import Overloaded, QuotaExceeded, RangeNotSatisfiable
+from service.kv.handles.handle import Handle
+from service.kv.handles.manager import PromptKvManager
 from service.observability.kv_metrics import PromptKvMetrics
-from service.prompt_kv.handle import Handle
-from service.prompt_kv.manager import PromptKvManager
 
 _SINGLE_RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")
 MEDIA_TYPE = "application/octet-stream"

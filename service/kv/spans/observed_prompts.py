@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.errors import EngineError
-from service.kv_reuse.prompt_sections import PromptTemplate, Scope
-from service.kv_reuse.span_cache import CacheEntry, EntryKey, SpanCache
+from service.kv.spans.cache import CacheEntry, EntryKey, SpanCache
+from service.kv.spans.prompt_template import PromptTemplate, Scope
 from service.observability.kv_metrics import AnchorOutcome
 
 MAX_ANCHORS_PER_CONTEXT = 20

@@ -15,9 +15,9 @@ from coppice.wire.rollouts import PromptSpan
 from engine.protocol.generation import Generation
 from engine.types.kv import ExportSlot, KvLoad
 from engine.types.samples import Completion, SampleRequest, Sampling
-from service.kv_reuse.prompt_sections import Scope
-from service.kv_reuse.span_cache import CacheEntry, SpanCache
-from service.prompt_kv.prompt_source import GroupMonitor
+from service.kv.prompt_source import GroupMonitor
+from service.kv.spans.cache import CacheEntry, SpanCache
+from service.kv.spans.prompt_template import Scope
 
 T = TypeVar("T")
 PREFILL_ONLY = Sampling(max_tokens=1, temperature=0.0)

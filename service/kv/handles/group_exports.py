@@ -12,8 +12,8 @@ from typing import NamedTuple
 from coppice.wire.kv import KvHandle, KvReason
 from coppice.wire.rollouts import GroupAnswer
 from engine.types.kv import ExportSlot
-from service.prompt_kv.exports import Export
-from service.prompt_kv.manager import PromptKvManager
+from service.kv.handles.exports import Export
+from service.kv.handles.manager import PromptKvManager
 
 
 class KvState(NamedTuple):

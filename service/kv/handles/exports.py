@@ -23,12 +23,12 @@ from coppice.wire.kv import KvReason
 from engine.errors import EngineError
 from engine.protocol.prompt_kv import PromptKv
 from engine.types.kv import ExportSlot, ExportStatus
-from service.prompt_kv.arena import Arena
-from service.prompt_kv.gpu_memory import GpuKv
-from service.prompt_kv.handle import Handle
-from service.prompt_kv.handles import Handles
-from service.prompt_kv.layout import Layout, LayoutFactory, checksums, etag
-from service.prompt_kv.slots import Slot, SlotState, SlotTable
+from service.kv.arena import Arena
+from service.kv.handles.file_layout import Layout, LayoutFactory, checksums, etag
+from service.kv.handles.gpu_memory import GpuKv
+from service.kv.handles.handle import Handle
+from service.kv.handles.table import Handles
+from service.kv.store import Slot, SlotState, SlotTable
 from service.versions import Versions
 
 POLL_SECONDS = 0.005

@@ -16,7 +16,9 @@ from coppice.wire.rollouts import PromptSpan
 from engine.protocol.generation import Generation
 from engine.types.kv import ExportSlot, KvLoad, LoadPiece, ObservedKv
 from engine.types.samples import Completion, SampleRequest
-from service.kv_reuse.observed_prompt_selection import (
+from service.kv.prompt_source import GroupMonitor
+from service.kv.spans.cache import CacheEntry
+from service.kv.spans.observed_prompt_selection import (
     AnchorSelection,
     DistanceCache,
     SectionCandidates,
@@ -24,11 +26,9 @@ from service.kv_reuse.observed_prompt_selection import (
     pairs_to_compare,
     select_anchors,
 )
-from service.kv_reuse.observed_prompts import Anchor, AnchorStore
-from service.kv_reuse.prompt_sections import PromptTemplate, TemplateSection, template_of
-from service.kv_reuse.span_cache import CacheEntry
-from service.kv_reuse.span_lease import ReuseFailed, SpanLease, cancel_on_end
-from service.prompt_kv.prompt_source import GroupMonitor
+from service.kv.spans.observed_prompts import Anchor, AnchorStore
+from service.kv.spans.pinned_spans import ReuseFailed, SpanLease, cancel_on_end
+from service.kv.spans.prompt_template import PromptTemplate, TemplateSection, template_of
 
 MAX_SECTIONS = 128
 """Maximum number of sections of a predicted prompt.

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from service.cluster.registry import new_handle_id
 from service.config.prompt_kv import KvSettings
 from service.errors import KvGone, KvNotFound
-from service.prompt_kv.handle import MAX_LEASES, DownloadPin, Handle
-from service.prompt_kv.slots import Slot, SlotTable
+from service.kv.handles.handle import MAX_LEASES, DownloadPin, Handle
+from service.kv.store import Slot, SlotTable
 
 MAX_RELEASED_REMEMBERED = 16_384
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from coppice.wire.kv import KvGpu, KvGpuIpc, KvGpuMemory, KvLocator
 from engine.types.kv import GpuMemory
-from service.prompt_kv.layout import Layout
-from service.prompt_kv.slots import Slot
+from service.kv.handles.file_layout import Layout
+from service.kv.store import Slot
 
 
 class GpuKv:

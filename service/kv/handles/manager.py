@@ -26,14 +26,14 @@ from coppice.wire.kv import (
 from engine.protocol.prompt_kv import PromptKv
 from service.config.prompt_kv import KvSettings
 from service.errors import DRAINING_RETRY_SECONDS, Draining, KvNotFound
-from service.prompt_kv.arena import Arena, FreeBytes, default_capacity_bytes, free_bytes
-from service.prompt_kv.exports import Export, ExportManager
-from service.prompt_kv.gpu_memory import GpuKv
-from service.prompt_kv.handle import Handle
-from service.prompt_kv.handles import Handles
-from service.prompt_kv.layout import LayoutFactory, layer_shapes
-from service.prompt_kv.nixl_agent import NixlAgentProcess
-from service.prompt_kv.slots import SlotState, SlotTable
+from service.kv.arena import Arena, FreeBytes, default_capacity_bytes, free_bytes
+from service.kv.handles.exports import Export, ExportManager
+from service.kv.handles.file_layout import LayoutFactory, layer_shapes
+from service.kv.handles.gpu_memory import GpuKv
+from service.kv.handles.handle import Handle
+from service.kv.handles.nixl_agent import NixlAgentProcess
+from service.kv.handles.table import Handles
+from service.kv.store import SlotState, SlotTable
 from service.versions import Versions
 
 MAINTENANCE_SECONDS = 0.5

@@ -25,8 +25,7 @@ from coppice.wire.rollouts import PromptSpan
 from engine.errors import EngineError
 from engine.protocol.prompt_kv import PromptKv
 from engine.types.kv import ExportSlot, ExportStatus, KvFormat
-from service.kv_reuse.prompt_sections import Scope, digest
-from service.prompt_kv.arena import (
+from service.kv.arena import (
     PAGE_BYTES,
     Arena,
     Extent,
@@ -35,6 +34,7 @@ from service.prompt_kv.arena import (
     default_capacity_bytes,
     free_bytes,
 )
+from service.kv.spans.prompt_template import Scope, digest
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 log = logging.getLogger(__name__)

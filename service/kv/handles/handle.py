@@ -8,7 +8,7 @@ it has ended. Until it starts it does not expire, because its caller does not ha
 from collections.abc import Callable
 
 from service.config.prompt_kv import KvSettings
-from service.prompt_kv.slots import Slot, SlotTable
+from service.kv.store import Slot, SlotTable
 
 MAX_LEASES = 60
 """Longest lifetime of a handle, in leases of the maximum duration.
