@@ -156,7 +156,7 @@ class Server:
         first = self.versions.active
         self.versions.put(replace(first, path=self.engine.info.model_path))
         self.prompt_kv.open()
-        self.kv_reuse.cache.open()
+        self.kv_reuse.spans.open()
         self.readiness.started = True
         for observer in self.serving_observers:
             observer()

@@ -369,7 +369,7 @@ LIMITS = (
         "service/kv/handles/handle.py:MAX_LEASES",
         "the lease is shortened",
         "service/kv/handles/handle.py",
-        "tests/service/prompt_kv/test_slots.py::test_renewals_end_at_the_maximum_lifetime",
+        "tests/service/prompt_kv/test_handles.py::test_renewals_end_at_the_maximum_lifetime",
     ),
     # Adapters
     Limit(

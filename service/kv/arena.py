@@ -122,10 +122,10 @@ def default_arena_bytes(free: int) -> int:
     return num_bytes if num_bytes >= MIN_DEFAULT_BYTES else 0
 
 
-def default_capacity_bytes(directory: Path, get_free_bytes: FreeBytes | None = None) -> int:
+def default_capacity_bytes(directory: Path) -> int:
     """Default size of an arena in a directory; 0 if it lacks space or does not exist."""
     try:
-        return default_arena_bytes((get_free_bytes or free_bytes)(directory))
+        return default_arena_bytes(free_bytes(directory))
     except OSError:
         return 0
 

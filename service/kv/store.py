@@ -1,111 +1,116 @@
-"""Slots of the prompt-KV arena; free + reserved + leased + quarantined bytes = capacity.
+"""Store of KV outside of the engine: an arena in shared memory, divided into entries.
 
-    reserved       the engine may write it; nobody reads it
-    leased         written and sealed; holders of a handle may read it
-    quarantined    no new reads, but a write or a read may still be in progress
-    free           after quarantine: no pins, no more engine writes, grace period over
+    reserved       the engine may write the entry; nobody reads it
+    committed      every rank has written it; it does not change any more
+    quarantined    evicted: no longer found, but pinned, or kept for a grace period
+    free           after quarantine
 
-Groups of one owner with the same prompt under the same weights version share a slot. Not
-thread-safe: all methods run on one event loop. The clock is monotonic.
+An entry begins with a pin of its writer. A writer or reader that may still be at work in the engine
+is unpinned after a flush of the engine's exports, so no byte is reused while the engine can access
+it. The engine sends no notification: every rank writes an `ExportStatus` word into the entry.
+
+Two indexes find entries: `handles/` by handle and prompt, `spans/` by cache key. Each has a store
+of its own, because the arena of handles is mapped by trainers and by NIXL, which must not read
+spans, and because each has a size of its own.
+
+Not thread-safe: all methods run on one event loop. The clock is monotonic.
 """
 
+import asyncio
 import math
+import struct
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from pathlib import Path
+from typing import TypeVar
 
-from service.kv.arena import PAGE_BYTES, Extent, ExtentAllocator
-from service.kv.handles.file_layout import Layout
-
-GRACE_SECONDS = 5.0
-"""Time for which KV is kept after its lease has expired.
-
-A reader that maps the memory copies several GiB in it.
-"""
+from coppice.safetensors_io import CODES, FLOAT_BYTES
+from engine.errors import EngineError
+from engine.protocol.prompt_kv import PromptKv
+from engine.types.kv import ExportSlot, ExportStatus, KvFormat
+from service.kv.arena import PAGE_BYTES, Arena, Extent, ExtentAllocator
 
 
-class SlotState(Enum):
+class EntryState(Enum):
     RESERVED = "reserved"
-    LEASED = "leased"
+    COMMITTED = "committed"
     QUARANTINED = "quarantined"
 
 
-_TRANSITIONS = {
-    (SlotState.RESERVED, SlotState.LEASED),
-    (SlotState.RESERVED, SlotState.QUARANTINED),
-    (SlotState.LEASED, SlotState.QUARANTINED),
-}
-
-
-class _SlotKey(NamedTuple):
-    owner: str
-    version: str
-    tokens_sha256: str
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
-class Slot:
-    """Arena memory for the KV of one prompt, changed only by `SlotTable`.
+class Entry:
+    """KV of one token sequence in the arena; its fields are changed only by `KvStore`.
 
-    `pins` counts the downloads in progress. `gpu_extent` is the slot's part of the ranks' GPU
-    memory, if it has one.
+    The engine writes it to `slot`. `gpu_extent` is its part of the ranks' GPU memory, if it has
+    one. `ended` is set once `is_committed` is final. The entry is freed once it is evicted, has no
+    pins, and `keep_until` has passed.
     """
 
-    owner: str
-    layout: Layout
+    slot: ExportSlot
     extent: Extent
     gpu_extent: Extent | None = None
-    state: SlotState = SlotState.RESERVED
-    etag: str = ""
-    num_handles: int = 0
-    pins: int = 0
-    free_at: float = -math.inf
+    pins: int = 1
+    is_committed: bool = False
+    is_evicted: bool = False
+    keep_until: float = -math.inf
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
-    def status_offset(self) -> int:
-        return self.extent.start
-
-    @property
-    def file_offset(self) -> int:
-        return self.extent.start + PAGE_BYTES
-
-    @property
-    def data_offset(self) -> int:
-        return self.file_offset + self.layout.header_bytes
-
-    @property
-    def key(self) -> _SlotKey:
-        return _SlotKey(self.owner, self.layout.version, self.layout.tokens_sha256)
+    def state(self) -> EntryState:
+        if self.is_evicted:
+            return EntryState.QUARANTINED
+        return EntryState.COMMITTED if self.is_committed else EntryState.RESERVED
 
 
-class SlotTable:
-    """Table of all slots, which alone allocates and frees the bytes of the prompt-KV arena."""
+E = TypeVar("E", bound=Entry)
 
-    def __init__(
-        self,
-        capacity_bytes: int,
-        *,
-        clock: Callable[[], float],
-        gpu_bytes: int = 0,
-    ) -> None:
-        self._gpu_extents = ExtentAllocator(gpu_bytes // PAGE_BYTES * PAGE_BYTES)
-        self._extents = ExtentAllocator(capacity_bytes)
+
+class KvStore:
+    """Arena of shared memory and its entries; has no memory until `open`."""
+
+    def __init__(self, engine: PromptKv, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._engine = engine
         self._clock = clock
-        self._slots: set[Slot] = set()
-        self._shared: dict[_SlotKey, Slot] = {}
-        self._num_bytes = dict.fromkeys(SlotState, 0)
+        self._arena: Arena | None = None
+        self._extents = ExtentAllocator(0)
+        self._gpu_extents = ExtentAllocator(0)
+        self._entries: set[Entry] = set()
+        self._quarantined: set[Entry] = set()
+        self._flushes: set[asyncio.Task[None]] = set()
+
+    def open(
+        self, directory: Path, num_bytes: int, *, preallocate: bool = False, gpu_bytes: int = 0
+    ) -> bool:
+        """Create the arena, see `Arena.create`; False if there is too little shared memory."""
+        self._arena = Arena.create(directory, num_bytes, preallocate=preallocate)
+        if self._arena is None:
+            return False
+        self._extents = ExtentAllocator(self._arena.num_bytes)
+        self._gpu_extents = ExtentAllocator(gpu_bytes // PAGE_BYTES * PAGE_BYTES)
+        self._words = struct.Struct(f"<{self._engine.info.tensor_parallel_size}Q")
+        return True
+
+    async def close(self) -> None:
+        for task in self._flushes:
+            task.cancel()
+        await asyncio.gather(*self._flushes, return_exceptions=True)
+        if self._arena is not None:
+            self._arena.close()
+
+    @property
+    def arena(self) -> Arena:
+        assert self._arena is not None, "the store is open"
+        return self._arena
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._extents.capacity_bytes
 
     @property
     def free_bytes(self) -> int:
         return self._extents.free_bytes
-
-    def num_bytes(self, state: SlotState) -> int:
-        return self._num_bytes[state]
-
-    def find(self, owner: str, version: str, tokens_sha256: str) -> Slot | None:
-        """Reserved or leased slot of an owner's prompt that a further group can share, or None."""
-        return self._shared.get(_SlotKey(owner, version, tokens_sha256))
 
     @property
     def gpu_capacity_bytes(self) -> int:
@@ -115,114 +120,141 @@ class SlotTable:
     def gpu_free_bytes(self) -> int:
         return self._gpu_extents.free_bytes
 
-    def reserve(self, owner: str, layout: Layout, *, gpu_bytes: int = 0) -> Slot | None:
-        """Reserve a slot for a prompt; None if the arena has no space even after a sweep.
+    def num_bytes(self, state: EntryState) -> int:
+        return sum(entry.extent.num_bytes for entry in self._entries if entry.state is state)
 
-        With `gpu_bytes` it also gets a part of the ranks' GPU memory, if there is space.
+    def reserve(
+        self,
+        create: Callable[..., E],
+        num_tokens: int,
+        num_bytes: int,
+        *,
+        header_bytes: int = 0,
+        gpu_bytes: int = 0,
+        name: str | None = None,
+        evict_one: Callable[[], bool] = lambda: False,
+    ) -> E | None:
+        """Reserve an entry for `num_bytes` of KV behind a header, with a pin of its writer.
+
+        Entries are evicted by `evict_one` until there is room; None if it returns False before.
+        With `gpu_bytes` the entry also gets a part of the ranks' GPU memory, if there is space.
         """
         self.sweep()
-        extent = self._extents.allocate(layout.slot_bytes)
+        data_offset = PAGE_BYTES + header_bytes
+        extent = self._allocate(data_offset + num_bytes, evict_one)
         if extent is None:
             return None
+        data_offset += extent.start
+        if not self.arena.back(extent.start, data_offset):
+            self._extents.release(extent)
+            return None
+        self._words.pack_into(self.arena.view, extent.start, *[0] * (self._words.size // 8))
         gpu_extent = self._gpu_extents.allocate(gpu_bytes) if gpu_bytes else None
-        slot = Slot(owner=owner, layout=layout, extent=extent, gpu_extent=gpu_extent)
-        self._slots.add(slot)
-        self._num_bytes[SlotState.RESERVED] += extent.num_bytes
-        self._shared[slot.key] = slot
-        return slot
+        slot = ExportSlot(
+            arena=self.arena.path,
+            offset=data_offset,
+            status_offset=extent.start,
+            num_tokens=num_tokens,
+            name=name,
+            gpu_offset=None if gpu_extent is None else gpu_extent.start,
+        )
+        entry = create(slot=slot, extent=extent, gpu_extent=gpu_extent)
+        self._entries.add(entry)
+        return entry
 
-    def relabel(self, slot: Slot, version: str) -> None:
-        """Assign a slot that is not written yet to another weights version."""
-        assert slot.state is SlotState.RESERVED, "only unwritten slots are relabelled"
-        self._unshare(slot)
-        slot.layout = replace(slot.layout, version=version)
-        self._shared.setdefault(slot.key, slot)
+    def status(self, entry: Entry) -> ExportStatus:
+        """Status of the write by all ranks; FAILED if any has failed."""
+        words = self._words.unpack_from(self.arena.view, entry.slot.status_offset)
+        for status in (ExportStatus.FAILED, ExportStatus.MIXED_VERSION):
+            if status in words:
+                return status
+        is_committed = all(word == ExportStatus.COMMITTED for word in words)
+        return ExportStatus.COMMITTED if is_committed else ExportStatus.PENDING
 
-    def seal(self, slot: Slot, etag: str) -> None:
-        """Mark a slot as written; its bytes are immutable from now on."""
-        slot.etag = etag
-        self._set_state(slot, SlotState.LEASED)
+    def is_written(self, entry: Entry) -> bool:
+        return self.status(entry) is ExportStatus.COMMITTED
 
-    def hold(self, slot: Slot) -> None:
-        assert slot.state is SlotState.LEASED, "only sealed slots have handles"
-        slot.num_handles += 1
+    async def finish_write(self, entry: Entry) -> bool:
+        """Return whether an entry is written, after its writing request has left the engine."""
+        if not self.is_written(entry):
+            await self._engine.flush_exports()
+        return self.is_written(entry)
 
-    def drop(self, slot: Slot, *, expired: bool) -> None:
-        """Remove one handle from a slot; quarantine the slot if it was the last handle.
+    def end_write(self, entry: Entry, *, is_committed: bool) -> None:
+        """Record whether an entry has been written, and wake up those who wait for it."""
+        entry.is_committed = is_committed
+        entry.ended.set()
 
-        If the lease `expired`, a shared-memory or NIXL read that the server cannot see may be in
-        progress, so the slot is not reused for the grace period.
-        """
-        assert slot.num_handles > 0, "more handles dropped than held"
-        slot.num_handles -= 1
-        if expired:
-            slot.free_at = max(slot.free_at, self._clock() + GRACE_SECONDS)
-        if not slot.num_handles:
-            self._quarantine(slot)
+    def pin(self, entry: Entry) -> None:
+        assert entry in self._entries, "a freed entry is not pinned"
+        entry.pins += 1
 
-    def discard(self, slot: Slot, *, is_writable: bool = False) -> None:
-        """Give up a slot without handles, and quarantine its memory before it is reused.
+    def unpin(self, entry: Entry) -> None:
+        assert entry.pins > 0, "unpinned more often than pinned"
+        entry.pins -= 1
+        self._free_if_unused(entry)
 
-        If it `is_writable`, the engine may still write to it, so it stays quarantined until
-        `allow_reuse`.
-        """
-        slot.free_at = math.inf if is_writable else slot.free_at
-        self._quarantine(slot)
+    def unpin_after_flush(self, entry: Entry) -> None:
+        """Unpin an entry that the engine may still write or read on behalf of the caller."""
+        task = asyncio.create_task(self._flush_and_unpin(entry))
+        self._flushes.add(task)
+        task.add_done_callback(self._flushes.discard)
 
-    def allow_reuse(self, slot: Slot) -> None:
-        """Allow the reuse of a discarded slot, because the engine no longer writes to it."""
-        assert slot.state is SlotState.QUARANTINED, "only discarded slots are reusable"
-        slot.free_at = self._clock()
-        self.sweep()
+    def keep_for(self, entry: Entry, seconds: float) -> None:
+        """Keep an entry for a while after its eviction, for reads that the server cannot see."""
+        entry.keep_until = max(entry.keep_until, self._clock() + seconds)
 
-    def pin(self, slot: Slot) -> None:
-        assert slot.state is SlotState.LEASED, "only sealed slots can be read"
-        slot.pins += 1
-
-    def unpin(self, slot: Slot) -> None:
-        assert slot.pins > 0, "unpinned more often than pinned"
-        slot.pins -= 1
-        self.sweep()
+    def evict(self, entry: Entry) -> None:
+        """Quarantine an entry that its index no longer finds, until it can be freed."""
+        entry.is_evicted = True
+        self._quarantined.add(entry)
+        self._free_if_unused(entry)
 
     def sweep(self) -> None:
-        """Free reusable quarantined slots, by a linear scan because the deadlines are unordered."""
-        now = self._clock()
-        quarantined = [slot for slot in self._slots if slot.state is SlotState.QUARANTINED]
-        for slot in quarantined:
-            if not slot.pins and slot.free_at <= now:
-                self._slots.remove(slot)
-                self._num_bytes[SlotState.QUARANTINED] -= slot.extent.num_bytes
-                self._extents.release(slot.extent)
-                if slot.gpu_extent is not None:
-                    self._gpu_extents.release(slot.gpu_extent)
+        """Free the evicted entries whose grace period is over."""
+        for entry in list(self._quarantined):
+            self._free_if_unused(entry)
 
     def check(self) -> None:
-        """Assert that the byte counts, handle counts and shared entries are consistent."""
+        """Assert that every byte is free or belongs to one entry."""
         self._extents.check()
         self._gpu_extents.check()
-        on_gpu = sum(s.gpu_extent.num_bytes for s in self._slots if s.gpu_extent is not None)
-        assert on_gpu + self.gpu_free_bytes == self._gpu_extents.capacity_bytes, "GPU memory leaks"
-        for state in SlotState:
-            held = sum(s.extent.num_bytes for s in self._slots if s.state is state)
-            assert held == self._num_bytes[state], f"{state.value} bytes are miscounted"
-        total = self.free_bytes + sum(self._num_bytes.values())
-        assert total == self._extents.capacity_bytes, "states do not add up to the capacity"
-        assert all(
-            slot.num_handles == 0 for slot in self._slots if slot.state is not SlotState.LEASED
-        )
-        assert all(slot in self._slots for slot in self._shared.values()), "a freed slot is shared"
+        taken = sum(entry.extent.num_bytes for entry in self._entries)
+        assert taken + self.free_bytes == self.capacity_bytes, "entries do not add up"
+        on_gpu = [entry.gpu_extent for entry in self._entries if entry.gpu_extent is not None]
+        taken = sum(extent.num_bytes for extent in on_gpu)
+        assert taken + self.gpu_free_bytes == self.gpu_capacity_bytes, "GPU memory leaks"
+        assert self._quarantined == {entry for entry in self._entries if entry.is_evicted}
 
-    def _quarantine(self, slot: Slot) -> None:
-        self._unshare(slot)
-        self._set_state(slot, SlotState.QUARANTINED)
-        self.sweep()
+    def _allocate(self, num_bytes: int, evict_one: Callable[[], bool]) -> Extent | None:
+        extent = self._extents.allocate(num_bytes)
+        if num_bytes > self.capacity_bytes:
+            return None  # no eviction would make enough room
+        while extent is None and evict_one():
+            extent = self._extents.allocate(num_bytes)
+        return extent
 
-    def _unshare(self, slot: Slot) -> None:
-        if self._shared.get(slot.key) is slot:
-            del self._shared[slot.key]
+    async def _flush_and_unpin(self, entry: Entry) -> None:
+        try:
+            await self._engine.flush_exports()
+        except EngineError:
+            return  # the engine is gone, so the bytes are not needed again
+        self.unpin(entry)
 
-    def _set_state(self, slot: Slot, state: SlotState) -> None:
-        assert (slot.state, state) in _TRANSITIONS, f"{slot.state} cannot become {state}"
-        self._num_bytes[slot.state] -= slot.extent.num_bytes
-        self._num_bytes[state] += slot.extent.num_bytes
-        slot.state = state
+    def _free_if_unused(self, entry: Entry) -> None:
+        if not entry.is_evicted or entry.pins or entry.keep_until > self._clock():
+            return
+        self._entries.remove(entry)
+        self._quarantined.remove(entry)
+        self._extents.release(entry.extent)
+        if entry.gpu_extent is not None:
+            self._gpu_extents.release(entry.gpu_extent)
+
+
+def data_bytes(kv_format: KvFormat, num_tokens: int) -> int:
+    """Bytes of the KV of a prompt's first `num_tokens` tokens, of all layers."""
+    values = sum(
+        2 * layer.num_kv_heads * layer.head_dim * (num_tokens - layer.first_token(num_tokens))
+        for layer in map(kv_format.layer, range(kv_format.num_layers))
+    )
+    return values * FLOAT_BYTES[CODES[kv_format.dtype]]

@@ -49,8 +49,8 @@ def _feature(name: str, enabled: object, reason: str, how: str) -> FeatureStatus
 
 def _prompt_kv(server: "Server") -> FeatureStatus:
     kv, setting = server.prompt_kv, server.settings.engine.prompt_kv
-    if kv.reason is None and kv.arena is not None:
-        reason = f"up to {kv.arena.num_bytes // MIB} MiB of shared memory, taken as it is used"
+    if kv.reason is None:
+        reason = f"up to {kv.store.capacity_bytes // MIB} MiB of shared memory, taken as it is used"
         return _feature("prompt_kv", True, reason, "engine.prompt_kv: false")
     if kv.reason != "disabled":
         return _feature("prompt_kv", False, OFF.get(kv.reason or "internal", "it failed"), "")
@@ -71,7 +71,7 @@ def _one_machine(server: "Server") -> str:
 
 
 def _kv_reuse(server: "Server") -> FeatureStatus:
-    reason = server.kv_reuse.cache.reason
+    reason = server.kv_reuse.spans.reason
     if reason is None:
         return _feature("kv_reuse", True, "spans of prompts can be spliced", "kv.spans_bytes: 0")
     if server.prompt_kv.reason is not None:

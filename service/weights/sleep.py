@@ -112,7 +112,7 @@ class Sleep:
     ) -> None:
         began = self._clock()
         try:
-            await self._prompt_kv.before_weights_update()
+            await self._prompt_kv.exports.before_weights_update()
             await self._engine.sleep(level, tags)
         except (LoadFailed, ServiceError) as error:
             self._pauses.table.end(owner, "sleep")

@@ -18,11 +18,11 @@ NO_LIMITS_OF_REQUESTS = {
     "service/compat/bodies.py": {"MAX_EXTRA_FIELDS"},
     "service/compat/sglang_generate.py": {"MAX_QUIET_SECONDS"},
     "service/http/file_limit.py": {"MAX_OPEN_FILES"},
-    "service/kv/spans/observed_prompt_selection.py": {
-        "MAX_ANCHORS_PER_SECTION",
+    "service/kv/spans/observation_selection.py": {
+        "MAX_OBSERVATIONS_PER_SECTION",
         "MAX_CACHED_PAIRS",
     },
-    "service/kv/spans/observed_prompts.py": {"MAX_ANCHORS_PER_CONTEXT"},
+    "service/kv/spans/observations.py": {"MAX_OBSERVATIONS_PER_CONTEXT"},
     "service/kv/spans/prediction.py": {"MAX_SECTIONS"},
     "service/moves/cancelled_moves.py": {"MAX_CANCELLED"},
     "service/moves/group_state.py": {"MAX_COUNT"},
@@ -32,7 +32,7 @@ NO_LIMITS_OF_REQUESTS = {
     "service/observability/tracing.py": {"MAX_HEADER_BYTES", "MAX_SAMPLES"},
     "service/kv/arena.py": {"MAX_FREE_SHARE", "MAX_DEFAULT_BYTES"},
     "service/kv/handles/exports.py": {"MAX_POLL_SHARE"},
-    "service/kv/handles/table.py": {"MAX_RELEASED_REMEMBERED"},
+    "service/kv/handles/index.py": {"MAX_RELEASED_REMEMBERED"},
     "service/kv/handles/file_layout.py": {"MAX_TOKENS"},
     "service/sessions/history.py": {"MAX_PARSED_CHARS"},
     "service/sessions/kv_release.py": {"MAX_WAITING"},

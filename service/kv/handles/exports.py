@@ -1,10 +1,10 @@
-"""Export of a prompt's KV: reserve a slot, wait until the engine has written it, grant handles.
+"""Export of a prompt's KV: reserve an entry, wait until the engine has written it, grant handles.
 
-A slot of the arena is reserved before the group's samples are submitted to the engine. The first
-group with a prompt writes the slot; groups with the same prompt that arrive meanwhile share it. A
-thread allocates its pages while the prompt is queued and prefilled. The engine sends no
-notification, so the per-rank status words in the slot are polled. Once every rank has committed,
-the data is checksummed in a thread, the slot is sealed, and each group gets its own handle.
+An entry is reserved before the group's samples are submitted to the engine. The first group with a
+prompt writes the entry; groups with the same prompt that arrive meanwhile share it. A thread
+allocates its pages while the prompt is queued and prefilled. The status of the entries being
+written is polled. Once every rank has committed, the data is checksummed in a thread, the entry is
+committed, and each group gets its own handle.
 
 An export ends exactly once. No group waits longer than the engine takes to flush its exports.
 Not thread-safe: all methods run on one event loop.
@@ -12,10 +12,9 @@ Not thread-safe: all methods run on one event loop.
 
 import asyncio
 import logging
-import struct
 import time
 from collections.abc import Coroutine, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,12 +22,11 @@ from coppice.wire.kv import KvReason
 from engine.errors import EngineError
 from engine.protocol.prompt_kv import PromptKv
 from engine.types.kv import ExportSlot, ExportStatus
-from service.kv.arena import Arena
 from service.kv.handles.file_layout import Layout, LayoutFactory, checksums, etag
 from service.kv.handles.gpu_memory import GpuKv
-from service.kv.handles.handle import Handle
-from service.kv.handles.table import Handles
-from service.kv.store import Slot, SlotState, SlotTable
+from service.kv.handles.handle import Handle, PromptEntry
+from service.kv.handles.index import HandleIndex
+from service.kv.store import KvStore
 from service.versions import Versions
 
 POLL_SECONDS = 0.005
@@ -42,21 +40,22 @@ log = logging.getLogger(__name__)
 class Export:
     """KV export of one prompt, or of one path of a tree, on behalf of one group.
 
-    `export_slot` is attached to the engine request that writes `slot`; it is None if another group
-    writes it. Once `ended` is set, `handle` or `reason` is set.
+    If it `is_writer`, its group has `entry` written; otherwise another group does. Once `ended` is
+    set, `handle` or `reason` is set.
     """
 
     owner: str
     lease_seconds: float
-    slot: Slot | None = None
-    export_slot: ExportSlot | None = None
+    entry: PromptEntry | None = None
+    is_writer: bool = False
     handle: Handle | None = None
     reason: KvReason | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
-    def is_writer(self) -> bool:
-        return self.export_slot is not None
+    def slot(self) -> ExportSlot | None:
+        """Slot for the engine request that writes the entry; None if another group writes it."""
+        return self.entry.slot if self.entry is not None and self.is_writer else None
 
     def grant(self, handle: Handle) -> None:
         self.handle = handle
@@ -68,39 +67,27 @@ class Export:
 
 
 class ExportManager:
-    """Carries out prompt-KV exports: polls the slots that the engine writes, grants handles.
+    """Carries out prompt-KV exports: polls the entries that the engine writes, grants handles.
 
-    `run` must be running as a task.
+    Call `open` before the first export, and run `run` as a task from then on.
     """
 
     def __init__(
-        self,
-        engine: PromptKv,
-        arena: Arena,
-        slots: SlotTable,
-        handles: Handles,
-        *,
-        layouts: LayoutFactory,
-        hasher: Executor,
-        page_allocator: Executor,
-        gpu_kv: GpuKv,
-        versions: Versions,
+        self, engine: PromptKv, store: KvStore, index: HandleIndex, versions: Versions
     ) -> None:
         self._engine = engine
-        self._arena = arena
-        self._slots = slots
-        self._handles = handles
-        self._layouts = layouts
-        self._hasher = hasher
-        self._page_allocator = page_allocator
-        self._gpu_kv = gpu_kv
+        self._store = store
+        self._index = index
         self._versions = versions
-        self._num_ranks = engine.info.tensor_parallel_size
-        self._words = struct.Struct(f"<{self._num_ranks}Q")
-        self._pending: dict[Slot, list[Export]] = {}
-        self._sealing: set[Slot] = set()
+        self._hasher = ThreadPoolExecutor(1, thread_name_prefix="kv-checksums")
+        self._page_allocator = ThreadPoolExecutor(1, thread_name_prefix="kv-pages")
+        self._pending: dict[PromptEntry, list[Export]] = {}
+        self._sealing: set[PromptEntry] = set()
         self._has_pending = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+
+    def open(self, layouts: LayoutFactory, gpu_kv: GpuKv) -> None:
+        self._layouts, self._gpu_kv = layouts, gpu_kv
 
     def begin(self, owner: str, prompt: Sequence[int], lease_seconds: float) -> Export:
         """Start the export of a prompt's KV; call it before the prompt is submitted to the engine.
@@ -112,41 +99,40 @@ class ExportManager:
             export.refuse("prompt_too_short")
             return export
         layout = self._layouts.of(prompt[:-1], self._versions.active.label)
-        slot = self._slots.find(owner, layout.version, layout.tokens_sha256)
-        if slot is None:
+        export.entry = self._index.find(owner, layout)
+        if export.entry is None:
             self._reserve(export, layout)
-        elif slot.state is SlotState.RESERVED:
-            export.slot = slot
-            self._pending[slot].append(export)
+        elif export.entry.is_committed:
+            self._grant(export, export.entry)
         else:
-            self._grant(export, slot)
+            self._pending[export.entry].append(export)
         return export
 
     async def finish(self, export: Export) -> None:
         """End the export of a group that has ended; `export.ended` is set on return."""
-        slot = export.slot
-        if slot is not None and export.is_writer:
-            await asyncio.shield(self._spawn(self._finish_write(slot), slot))
-        if slot is not None and self._is_unwritten(slot):
-            # Another group writes the slot and may take long, so this group does not wait.
-            self._pending[slot].remove(export)
+        entry = export.entry
+        if entry is not None and export.is_writer:
+            await asyncio.shield(self._spawn(self._finish_write(entry), entry))
+        if entry is not None and self._is_unwritten(entry):
+            # Another group writes the entry and may take long, so this group does not wait.
+            self._pending[entry].remove(export)
             export.refuse("not_written")
         await export.ended.wait()
 
     def abandon(self, export: Export) -> None:
-        """End the export of an aborted group; if it wrote a shared slot, end that write as well."""
-        slot = export.slot
-        if slot is None or export.ended.is_set():
+        """End the export of an aborted group, and its write, if it wrote a shared entry."""
+        entry = export.entry
+        if entry is None or export.ended.is_set():
             return
-        self._pending[slot].remove(export)
+        self._pending[entry].remove(export)
         export.refuse("not_written")
         if export.is_writer:
-            self._spawn(self._finish_write(slot), slot)
+            self._spawn(self._finish_write(entry), entry)
 
     def poll(self) -> None:
-        """Check once, by their status words, whether the slots being written are complete."""
-        for slot in list(self._pending):
-            self._poll_one(slot)
+        """Check once, by their status words, whether the entries being written are complete."""
+        for entry in list(self._pending):
+            self._poll_one(entry)
 
     async def before_weights_update(self) -> None:
         """Flush and poll the exports before new weights are activated.
@@ -158,16 +144,16 @@ class ExportManager:
             self.poll()
 
     def after_weights_update(self, version: str) -> None:
-        """Assign the slots that are not written yet to the new weights version.
+        """Assign the entries that are not written yet to the new weights version.
 
         Their KV is prefilled under the new weights only, or the engine reports `MIXED_VERSION`.
         """
-        for slot in self._pending:
-            if slot not in self._sealing:
-                self._slots.relabel(slot, version)
+        for entry in self._pending:
+            if entry not in self._sealing:
+                self._index.relabel(entry, version)
 
     async def run(self) -> None:
-        """Background task that polls the slots while the engine writes any."""
+        """Background task that polls the entries while the engine writes any."""
         while True:
             await self._has_pending.wait()
             began = time.monotonic()
@@ -178,120 +164,93 @@ class ExportManager:
             await asyncio.sleep(max(POLL_SECONDS, took / MAX_POLL_SHARE))
 
     async def close(self) -> None:
-        """Cancel the export tasks; no group is running any more, so slots need no cleanup."""
+        """Cancel the export tasks; no group is running any more, so entries need no cleanup."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._hasher.shutdown()
+        self._page_allocator.shutdown()
 
     def _reserve(self, export: Export, layout: Layout) -> None:
         gpu_bytes = self._gpu_kv.rank_bytes(layout)
-        slot = self._slots.reserve(export.owner, layout, gpu_bytes=gpu_bytes)
-        if slot is None:
+        entry = self._index.reserve(export.owner, layout, gpu_bytes=gpu_bytes)
+        if entry is None:
             export.refuse("arena_full")
             return
-        if not self._arena.back(slot.extent.start, slot.data_offset):
-            self._slots.discard(slot)
-            export.refuse("arena_full")
-            return
-        self._words.pack_into(self._arena.view, slot.status_offset, *[0] * self._num_ranks)
-        self._pending[slot] = [export]
-        export.slot = slot
-        export.export_slot = ExportSlot(
-            arena=self._arena.path,
-            offset=slot.data_offset,
-            status_offset=slot.status_offset,
-            num_tokens=layout.num_tokens,
-            gpu_offset=None if slot.gpu_extent is None else slot.gpu_extent.start,
-        )
-        self._page_allocator.submit(self._arena.back, slot.data_offset, slot.extent.end)
+        export.entry, export.is_writer = entry, True
+        self._pending[entry] = [export]
+        self._page_allocator.submit(self._store.arena.back, entry.slot.offset, entry.extent.end)
         self._has_pending.set()
 
-    def _grant(self, export: Export, slot: Slot) -> None:
-        export.grant(self._handles.grant(export.owner, slot, export.lease_seconds))
+    def _grant(self, export: Export, entry: PromptEntry) -> None:
+        export.grant(self._index.grant(export.owner, entry, export.lease_seconds))
 
-    def _is_unwritten(self, slot: Slot) -> bool:
-        return slot in self._pending and slot not in self._sealing
+    def _is_unwritten(self, entry: PromptEntry) -> bool:
+        return entry in self._pending and entry not in self._sealing
 
-    def _poll_one(self, slot: Slot) -> None:
-        if not self._is_unwritten(slot):
+    def _poll_one(self, entry: PromptEntry) -> None:
+        if not self._is_unwritten(entry):
             return
-        words = self._words.unpack_from(self._arena.view, slot.status_offset)
-        if ExportStatus.FAILED in words:
-            self._fail(slot, "export_failed")
-        elif ExportStatus.MIXED_VERSION in words:
-            self._fail(slot, "mixed_version")
-        elif all(status == ExportStatus.COMMITTED for status in words):
-            self._sealing.add(slot)
-            self._spawn(self._seal(slot), slot)
+        match self._store.status(entry):
+            case ExportStatus.COMMITTED:
+                self._sealing.add(entry)
+                self._spawn(self._seal(entry), entry)
+            case ExportStatus.FAILED:
+                self._fail(entry, "export_failed")
+            case ExportStatus.MIXED_VERSION:
+                self._fail(entry, "mixed_version")
 
-    async def _finish_write(self, slot: Slot) -> None:
-        """Seal a slot, or fail its exports, after the request that writes it has ended.
+    async def _finish_write(self, entry: PromptEntry) -> None:
+        """Seal an entry, or fail its exports, after the request that writes it has ended."""
+        self._poll_one(entry)
+        if self._is_unwritten(entry):
+            await self._store.finish_write(entry)
+            self._poll_one(entry)
+        if self._is_unwritten(entry):
+            self._fail(entry, "not_written")
 
-        After a flush of the engine's exports no more data can arrive.
-        """
-        self._poll_one(slot)
-        if not self._is_unwritten(slot):
-            return
-        await self._engine.flush_exports()
-        self._poll_one(slot)
-        if self._is_unwritten(slot):
-            self._fail(slot, "not_written")
-
-    async def _seal(self, slot: Slot) -> None:
-        layout, view = slot.layout, self._arena.view
-        data = view[slot.data_offset : slot.data_offset + layout.data_bytes]
+    async def _seal(self, entry: PromptEntry) -> None:
+        layout, view = entry.layout, self._store.arena.view
+        data = view[entry.slot.offset : entry.slot.offset + layout.data_bytes]
         loop = asyncio.get_running_loop()
         sums = await loop.run_in_executor(self._hasher, checksums, layout, data)
         header = layout.header(sums)
-        view[slot.file_offset : slot.data_offset] = header
-        self._slots.seal(slot, etag(header))
-        for export in self._remove_pending(slot):
-            self._grant(export, slot)
-        if not slot.num_handles:
-            self._slots.discard(slot)
+        view[entry.file_offset : entry.slot.offset] = header
+        entry.etag = etag(header)
+        self._store.end_write(entry, is_committed=True)
+        for export in self._remove_pending(entry):
+            self._grant(export, entry)
+        if not entry.num_handles:
+            self._index.evict(entry)
+        self._store.unpin(entry)
 
-    def _fail(self, slot: Slot, reason: KvReason) -> None:
-        """Fail all exports of a slot, and free the slot once the engine's exports are flushed.
-
-        Until then other ranks may still write to it.
-        """
-        self._refuse_all(slot, reason)
-        self._spawn(self._free(slot), slot)
-
-    async def _free(self, slot: Slot) -> None:
-        await self._engine.flush_exports()
-        self._slots.allow_reuse(slot)
-
-    def _refuse_all(self, slot: Slot, reason: KvReason) -> None:
-        """Refuse a handle to all exports of a slot, and quarantine the slot.
-
-        The engine may still write to it.
-        """
-        self._slots.discard(slot, is_writable=True)
-        for export in self._remove_pending(slot):
+    def _fail(self, entry: PromptEntry, reason: KvReason) -> None:
+        """Refuse a handle to all exports of an entry, which ranks may still write until a flush."""
+        self._index.evict(entry)
+        self._store.end_write(entry, is_committed=False)
+        self._store.unpin_after_flush(entry)
+        for export in self._remove_pending(entry):
             export.refuse(reason)
 
-    def _remove_pending(self, slot: Slot) -> list[Export]:
-        self._sealing.discard(slot)
-        return self._pending.pop(slot)
+    def _remove_pending(self, entry: PromptEntry) -> list[Export]:
+        self._sealing.discard(entry)
+        return self._pending.pop(entry)
 
-    def _spawn(self, work: Coroutine[Any, Any, None], slot: Slot) -> "asyncio.Task[None]":
-        task = asyncio.create_task(self._run_safely(work, slot))
+    def _spawn(self, work: Coroutine[Any, Any, None], entry: PromptEntry) -> "asyncio.Task[None]":
+        task = asyncio.create_task(self._run_safely(work, entry))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _run_safely(self, work: Coroutine[Any, Any, None], slot: Slot) -> None:
-        """Await `work` on a slot; an exception fails the slot's exports, but never a rollout."""
+    async def _run_safely(self, work: Coroutine[Any, Any, None], entry: PromptEntry) -> None:
+        """Await `work` on an entry; an exception fails its exports, but never a rollout."""
         try:
             await work
         except EngineError:
             log.warning("prompt KV export failed: the engine is not running")
-            self._fail_internally(slot)
         except Exception:
             log.exception("prompt KV export failed")
-            self._fail_internally(slot)
-
-    def _fail_internally(self, slot: Slot) -> None:
-        if slot in self._pending:
-            self._refuse_all(slot, "internal")
+        else:
+            return
+        if entry in self._pending:
+            self._fail(entry, "internal")

@@ -10,7 +10,6 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from coppice.prompt_kv.host import read_boot_id
@@ -25,15 +24,15 @@ from coppice.wire.kv import (
 )
 from engine.protocol.prompt_kv import PromptKv
 from service.config.prompt_kv import KvSettings
-from service.errors import DRAINING_RETRY_SECONDS, Draining, KvNotFound
-from service.kv.arena import Arena, FreeBytes, default_capacity_bytes, free_bytes
+from service.errors import DRAINING_RETRY_SECONDS, Draining
+from service.kv.arena import default_capacity_bytes
 from service.kv.handles.exports import Export, ExportManager
 from service.kv.handles.file_layout import LayoutFactory, layer_shapes
 from service.kv.handles.gpu_memory import GpuKv
 from service.kv.handles.handle import Handle
+from service.kv.handles.index import HandleIndex
 from service.kv.handles.nixl_agent import NixlAgentProcess
-from service.kv.handles.table import Handles
-from service.kv.store import SlotState, SlotTable
+from service.kv.store import EntryState, KvStore
 from service.versions import Versions
 
 MAINTENANCE_SECONDS = 0.5
@@ -42,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class PromptKvManager:
-    """Facade of prompt KV, which owns the arena, the slots, the handles and the export tasks.
+    """Facade of prompt KV, which owns the store, the handles and the export tasks.
 
     Call `open` once the engine has started, `close` after the last group and the last reader.
     """
@@ -55,83 +54,53 @@ class PromptKvManager:
         *,
         replica_id: str,
         clock: Callable[[], float] = time.monotonic,
-        get_free_bytes: FreeBytes = free_bytes,
     ) -> None:
         self._settings = settings
         self._engine = engine
-        self._replica_id = replica_id
-        self._versions = versions
-        self._get_free_bytes = get_free_bytes
         self.reason: KvReason | None = "disabled"
-        self._closing = False
-        self.arena: Arena | None = None
-        self._nixl: NixlAgentProcess | None = None
-        self._exports: ExportManager | None = None
-        self._tasks: list[asyncio.Task[None]] = []
-        self._hasher = ThreadPoolExecutor(1, thread_name_prefix="kv-checksums")
-        self._page_allocator = ThreadPoolExecutor(1, thread_name_prefix="kv-pages")
-        self._clock = clock
+        self.store = KvStore(engine, clock=clock)
+        self.handles = HandleIndex(self.store, settings, replica_id=replica_id, clock=clock)
+        self.exports = ExportManager(engine, self.store, self.handles, versions)
         self._gpu_kv = GpuKv([], "", boot_id=None)
-        self._create_tables(0)
+        self._closing = False
+        self._nixl: NixlAgentProcess | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     def open(self) -> None:
         """Create the arena and start the tasks. On failure, sets `reason` instead of raising."""
-        info = self._engine.info
+        info, settings = self._engine.info, self._settings
         if info.kv_format is None:
             self.reason = info.kv_reason or "unsupported_cache"
             return
-        self.arena = self._create_arena()
-        if self.arena is None:
-            self.reason = "no_shm"
-            return
         agent = f"coppice-{secrets.token_hex(8)}"
         self._gpu_kv = GpuKv(info.kv_gpu_memory, agent, boot_id=read_boot_id())
-        self._create_tables(self.arena.num_bytes)
-        self._exports = ExportManager(
-            self._engine,
-            self.arena,
-            self._slots,
-            self.handles,
-            layouts=LayoutFactory(info.model, info.kv_format),
-            hasher=self._hasher,
-            page_allocator=self._page_allocator,
-            gpu_kv=self._gpu_kv,
-            versions=self._versions,
-        )
+        num_bytes = settings.capacity_bytes
+        if not self.store.open(
+            settings.directory,
+            default_capacity_bytes(settings.directory) if num_bytes is None else num_bytes,
+            preallocate=settings.nixl,  # it registers the arena's memory, so it needs all of it
+            gpu_bytes=self._gpu_kv.capacity_bytes,
+        ):
+            self.reason = "no_shm"
+            return
+        num_mib = self.store.capacity_bytes // 2**20
+        log.info("prompt KV may take %d MiB of %s", num_mib, settings.directory)
+        self.exports.open(LayoutFactory(info.model, info.kv_format), self._gpu_kv)
         self.reason = None
         self._tasks = [
             asyncio.create_task(self._run_safely(work))
-            for work in (self._exports.run, self._maintain)
+            for work in (self.exports.run, self._maintain)
         ]
-        if self._settings.nixl:
-            self._nixl = NixlAgentProcess(self.arena)
+        if settings.nixl:
+            self._nixl = NixlAgentProcess(self.store.arena)
             self._tasks.append(asyncio.create_task(self._nixl.run()))
-
-    def _create_arena(self) -> Arena | None:
-        """The arena in its configured or default size. NIXL registers memory, so it needs all."""
-        directory, num_bytes = self._settings.directory, self._settings.capacity_bytes
-        if num_bytes is None:
-            num_bytes = default_capacity_bytes(directory, self._get_free_bytes)
-        arena = Arena.create(
-            directory,
-            num_bytes,
-            get_free_bytes=self._get_free_bytes,
-            preallocate=self._settings.nixl,
-        )
-        if arena is not None:
-            log.info("prompt KV may take %d MiB of %s", arena.num_bytes // 2**20, directory)
-        return arena
 
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._exports is not None:
-            await self._exports.close()
-        self._hasher.shutdown()
-        self._page_allocator.shutdown()
-        if self.arena is not None:
-            self.arena.close()
+        await self.exports.close()
+        await self.store.close()
 
     def get(self, handle_id: str, owner: str) -> Handle:
         self._check_open()
@@ -142,27 +111,12 @@ class PromptKvManager:
         self.handles.release(handle_id, owner)
 
     def begin(self, owner: str, prompt: Sequence[int], lease_seconds: float) -> Export:
-        if self.reason is not None or self._exports is None:
-            export = Export(owner=owner, lease_seconds=lease_seconds)
-            export.refuse(self.reason)
-            return export
-        return self._exports.begin(owner, prompt, lease_seconds)
-
-    async def finish(self, export: Export) -> None:
-        if self._exports is not None:
-            await self._exports.finish(export)
-
-    def abandon(self, export: Export) -> None:
-        if self._exports is not None:
-            self._exports.abandon(export)
-
-    async def before_weights_update(self) -> None:
-        if self._exports is not None:
-            await self._exports.before_weights_update()
-
-    def after_weights_update(self, version: str) -> None:
-        if self._exports is not None:
-            self._exports.after_weights_update(version)
+        """Start an export, see `ExportManager.begin`; refused if prompt KV is disabled."""
+        if self.reason is None:
+            return self.exports.begin(owner, prompt, lease_seconds)
+        export = Export(owner=owner, lease_seconds=lease_seconds)
+        export.refuse(self.reason)
+        return export
 
     def stop_new_readers(self) -> None:
         """Refuse new reads of prompt KV; reads in progress continue."""
@@ -181,31 +135,30 @@ class PromptKvManager:
 
     def gpu(self, handle: Handle, boot_id: str | None) -> KvGpu | None:
         """GPU memory that has a handle's KV, for a caller on the host `boot_id`, or None."""
-        return None if handle.slot.gpu_extent is None else self._gpu_kv.describe(boot_id)
+        return None if handle.entry.gpu_extent is None else self._gpu_kv.describe(boot_id)
 
     def answer(self, handle: Handle, *, lease_seconds: float | None = None) -> KvHandle:
         """Handle as sent to its caller; `lease_seconds` defaults to the granted duration."""
-        assert self.arena is not None, "a handle exists only with an arena"
-        slot = handle.slot
+        entry = handle.entry
         return KvHandle(
             handle=handle.id,
-            version=slot.layout.version,
-            num_tokens=slot.layout.num_tokens,
-            num_bytes=slot.layout.file_bytes,
+            version=entry.layout.version,
+            num_tokens=entry.layout.num_tokens,
+            num_bytes=entry.layout.file_bytes,
             lease_seconds=handle.lease_seconds if lease_seconds is None else lease_seconds,
-            locators=self._locators(handle, self.arena),
+            locators=self._locators(handle),
         )
 
-    def _locators(self, handle: Handle, arena: Arena) -> list[KvLocator]:
-        offset = handle.slot.file_offset
-        locators = [KvLocator(transport="shm", path=str(arena.path), offset=offset)]
+    def _locators(self, handle: Handle) -> list[KvLocator]:
+        path, offset = str(self.store.arena.path), handle.entry.file_offset
+        locators = [KvLocator(transport="shm", path=path, offset=offset)]
         if self.agent is not None:
             locators.append(KvLocator(transport="nixl", agent=self.agent.agent, offset=offset))
-        locators += self._gpu_kv.locators(handle.slot)
+        locators += self._gpu_kv.locators(handle.entry)
         return [*locators, KvLocator(transport="http", url=f"/v1/kv/{handle.id}/data")]
 
     def layout(self, handle: Handle) -> KvLayout:
-        layout, kv_format = handle.slot.layout, handle.slot.layout.format
+        layout, kv_format = handle.entry.layout, handle.entry.layout.format
         answer = self.answer(handle, lease_seconds=handle.remaining_seconds)
         return KvLayout(
             **answer.model_dump(),
@@ -219,52 +172,39 @@ class PromptKvManager:
             tokens_sha256=layout.tokens_sha256,
             exact=True,
             data_offset=layout.header_bytes,
-            etag=handle.slot.etag,
+            etag=handle.entry.etag,
         )
 
     def file(self, handle: Handle) -> memoryview:
         """Bytes of the KV file of a handle; read them only inside `handles.pinned`."""
-        if self.arena is None:
-            raise KvNotFound()
-        start = handle.slot.file_offset
-        return self.arena.view[start : start + handle.slot.layout.file_bytes].toreadonly()
+        start = handle.entry.file_offset
+        return self.store.arena.view[start : start + handle.entry.layout.file_bytes].toreadonly()
 
     def status(self) -> KvStatus:
         return KvStatus(
             reason=self.reason,
-            capacity_bytes=0 if self.arena is None else self.arena.num_bytes,
-            free_bytes=self._slots.free_bytes,
-            reserved_bytes=self._slots.num_bytes(SlotState.RESERVED),
-            leased_bytes=self._slots.num_bytes(SlotState.LEASED),
-            quarantined_bytes=self._slots.num_bytes(SlotState.QUARANTINED),
+            capacity_bytes=self.store.capacity_bytes,
+            free_bytes=self.store.free_bytes,
+            reserved_bytes=self.store.num_bytes(EntryState.RESERVED),
+            leased_bytes=self.store.num_bytes(EntryState.COMMITTED),
+            quarantined_bytes=self.store.num_bytes(EntryState.QUARANTINED),
             num_handles=len(self.handles),
-            gpu_capacity_bytes=self._slots.gpu_capacity_bytes,
-            gpu_free_bytes=self._slots.gpu_free_bytes,
+            gpu_capacity_bytes=self.store.gpu_capacity_bytes,
+            gpu_free_bytes=self.store.gpu_free_bytes,
         )
 
     def check(self) -> None:
-        """Assert that the slots and the handles are consistent."""
-        self._slots.check()
+        """Assert that the entries and the handles are consistent."""
+        self.store.check()
         self.handles.check()
 
     def _check_open(self) -> None:
         if self._closing:
             raise Draining(retry_after_seconds=DRAINING_RETRY_SECONDS)
 
-    def _create_tables(self, capacity_bytes: int) -> None:
-        self._slots = SlotTable(
-            capacity_bytes,
-            clock=self._clock,
-            gpu_bytes=self._gpu_kv.capacity_bytes,
-        )
-        self.handles = Handles(
-            self._slots, self._settings, replica_id=self._replica_id, clock=self._clock
-        )
-
     async def _maintain(self) -> None:
         while True:
             self.handles.sweep()
-            self._slots.sweep()
             self.check()
             await asyncio.sleep(MAINTENANCE_SECONDS)
 

@@ -11,10 +11,10 @@ from engine.protocol.prompt_kv import PromptKv
 from engine.types.kv import ExportSlot, KvLoad
 from engine.types.samples import Completion, SampleRequest
 from service.kv.prompt_source import GroupMonitor, PromptSource
-from service.kv.spans.cache import SpanCache
-from service.kv.spans.observed_prompt_selection import DistanceCache
-from service.kv.spans.observed_prompts import AnchorStore
-from service.kv.spans.pinned_spans import ReuseFailed, SpanLease
+from service.kv.spans.index import SpanIndex
+from service.kv.spans.observation_selection import DistanceCache
+from service.kv.spans.observations import Observations
+from service.kv.spans.pinned_spans import PinnedSpans, ReuseFailed
 from service.kv.spans.prediction import PredictionPlan
 from service.kv.spans.prompt_template import (
     DEFAULT_MAX_ENTROPY,
@@ -31,7 +31,7 @@ PromptPlan = SplicePlan | PredictionPlan
 class KvReuseManager:
     """Manages KV reuse between prompts, from cached spans and observed prompts.
 
-    Open `cache` once the engine serves.
+    Open `spans` once the engine serves.
     """
 
     def __init__(
@@ -42,19 +42,19 @@ class KvReuseManager:
         directory: Path,
         capacity_bytes: int | None,
     ) -> None:
-        self.cache = SpanCache(
+        self.spans = SpanIndex(
             engine,
             directory=directory,
             capacity_bytes=capacity_bytes,
             epoch=lambda: versions.epoch,
         )
-        self.anchors = AnchorStore(self.cache)
-        self._distances = DistanceCache(self.cache)
+        self.observations = Observations(self.spans)
+        self._distances = DistanceCache(self.spans)
 
     async def close(self) -> None:
         self._distances.close()
-        await self.anchors.close()
-        await self.cache.close()
+        await self.observations.close()
+        await self.spans.store.close()
 
     def prompt_source(
         self,
@@ -69,24 +69,24 @@ class KvReuseManager:
         reuse = reuse or REUSE_OFF
         plan = None
         if reuse.mode != "off":
-            lease = SpanLease(cache=self.cache, scope=scope, priority=priority)
-            plan = self._create_plan(reuse, spans, lease, num_samples)
+            pinned = PinnedSpans(index=self.spans, scope=scope, priority=priority)
+            plan = self._create_plan(reuse, spans, pinned, num_samples)
         return SpanPrompt(mode=reuse.mode, plan=plan)
 
     def _create_plan(
-        self, reuse: KvReuse, spans: Sequence[PromptSpan], lease: SpanLease, num_samples: int
+        self, reuse: KvReuse, spans: Sequence[PromptSpan], pinned: PinnedSpans, num_samples: int
     ) -> PromptPlan:
         if reuse.mode == "predict":
             return PredictionPlan(
-                lease=lease,
-                anchors=self.anchors,
+                pinned=pinned,
+                observations=self.observations,
                 distances=self._distances,
                 spans=spans,
                 max_entropy=DEFAULT_MAX_ENTROPY if reuse.max_entropy is None else reuse.max_entropy,
                 num_samples=num_samples,
             )
         return SplicePlan(
-            lease=lease,
+            pinned=pinned,
             spans=spans,
             recompute_tokens=DEFAULT_RECOMPUTE_TOKENS
             if reuse.recompute_tokens is None
@@ -134,19 +134,19 @@ class SpanPrompt:
         await self.plan.on_completed(request, done)
 
     def annotated(self, answer: GroupAnswer) -> GroupAnswer:
-        plan, is_exact, num_anchors = self.plan, True, 0
+        plan, is_exact, num_observations = self.plan, True, 0
         if plan is not None and self._is_prepared:
             is_exact = not plan.is_approximate(answer.num_cached_tokens)
-            num_anchors = self._num_anchors(plan, answer)
+            num_observations = self._num_observations(plan, answer)
         last = answer.num_prompt_tokens - answer.num_cached_tokens
         computed = last + (0 if plan is None else plan.num_computed)
         report = KvReuseAnswer(
             mode=self.mode,
             num_reused_tokens=max(0, answer.num_prompt_tokens - computed),
             num_computed_tokens=computed,
-            num_prepared_tokens=0 if plan is None else plan.lease.num_prepared,
-            num_round_trips=1 + (0 if plan is None else plan.lease.round_trips),
-            num_observations=num_anchors,
+            num_prepared_tokens=0 if plan is None else plan.pinned.num_prepared,
+            num_round_trips=1 + (0 if plan is None else plan.pinned.round_trips),
+            num_observations=num_observations,
             reason=self._reason,
         )
         return answer.model_copy(update={"exact": is_exact, "kv_reuse": report})
@@ -155,10 +155,10 @@ class SpanPrompt:
         if self.plan is not None:
             self.plan.release(settled=settled)
 
-    def _num_anchors(self, plan: PromptPlan, answer: GroupAnswer) -> int:
-        """Number of anchors from which a prompt was predicted; 0 if it was prefilled instead."""
+    def _num_observations(self, plan: PromptPlan, answer: GroupAnswer) -> int:
+        """Number of observations from which a prompt was predicted; 0 if it was prefilled."""
         if plan.is_loaded(answer.num_cached_tokens):
-            return plan.num_anchors
+            return plan.num_observations
         self._reason = "not_loaded"
         if answer.samples[0].finish_reason in ("stop", "length"):
             plan.forget()

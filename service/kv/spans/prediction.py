@@ -1,9 +1,9 @@
-"""KV reuse by prediction: predict a prompt's KV from observed prompts (anchors), or prefill it.
+"""KV reuse by prediction: predict a prompt's KV from observations, or prefill it.
 
 The engine request of each sample loads the predicted KV and prefills the rest, at least the last
-token. A prompt that is prefilled instead is stored as an anchor if there is room. It is submitted
-like any other prompt, so its KV is exact; spans that are not cached yet are prefilled alone,
-concurrently with it.
+token. A prompt that is prefilled instead is stored as an observation if there is room. It is
+submitted like any other prompt, so its KV is exact; spans that are not cached yet are prefilled
+alone, concurrently with it.
 """
 
 import uuid
@@ -17,31 +17,31 @@ from engine.protocol.generation import Generation
 from engine.types.kv import ExportSlot, KvLoad, LoadPiece, ObservedKv
 from engine.types.samples import Completion, SampleRequest
 from service.kv.prompt_source import GroupMonitor
-from service.kv.spans.cache import CacheEntry
-from service.kv.spans.observed_prompt_selection import (
-    AnchorSelection,
+from service.kv.spans.index import SpanEntry
+from service.kv.spans.observation_selection import (
     DistanceCache,
+    ObservationSelection,
     SectionCandidates,
     find_candidates,
     pairs_to_compare,
-    select_anchors,
+    select_observations,
 )
-from service.kv.spans.observed_prompts import Anchor, AnchorStore
-from service.kv.spans.pinned_spans import ReuseFailed, SpanLease, cancel_on_end
+from service.kv.spans.observations import Observation, Observations
+from service.kv.spans.pinned_spans import PinnedSpans, ReuseFailed, cancel_on_end
 from service.kv.spans.prompt_template import PromptTemplate, TemplateSection, template_of
 
 MAX_SECTIONS = 128
 """Maximum number of sections of a predicted prompt.
 
-Each section is compared with every anchor, and each keyed section is prefilled alone.
+Each section is compared with every observation, and each keyed section is prefilled alone.
 """
 
 
 def load_pieces(
     template: PromptTemplate,
-    bases: Mapping[int, CacheEntry],
+    bases: Mapping[int, SpanEntry],
     found: Sequence[SectionCandidates],
-    selection: AnchorSelection,
+    selection: ObservationSelection,
 ) -> tuple[LoadPiece, ...]:
     """KV pieces that the engine loads for a predicted prompt, consecutive from token 0 on."""
     return tuple(
@@ -55,28 +55,31 @@ def _piece(
     section: TemplateSection,
     index: int,
     candidates: SectionCandidates,
-    bases: Mapping[int, CacheEntry],
-    weights: Mapping[Anchor, float],
+    bases: Mapping[int, SpanEntry],
+    weights: Mapping[Observation, float],
 ) -> LoadPiece:
     if candidates.exact_match is not None:
-        return _from_anchor(section, candidates.exact_match, index)
+        return _from_observation(section, candidates.exact_match, index)
     if section.cache_key is None:
-        nearest = max(weights, key=lambda anchor: weights[anchor])
+        nearest = max(weights, key=lambda observed: weights[observed])
         observations = [_observed(section, a, index, weight=w) for a, w in weights.items()]
-        return _from_anchor(section, nearest, index, observations)
+        return _from_observation(section, nearest, index, observations)
     if index == 0:
         return _from_base(section, bases[0])
     observations = [_observed(section, a, index, base=a.bases[index]) for a in weights]
     return _from_base(section, bases[index], observations)
 
 
-def _from_anchor(
-    section: TemplateSection, anchor: Anchor, index: int, observations: Sequence[ObservedKv] = ()
+def _from_observation(
+    section: TemplateSection,
+    observed: Observation,
+    index: int,
+    observations: Sequence[ObservedKv] = (),
 ) -> LoadPiece:
-    """LoadPiece that takes a section's KV from the prompt KV of an anchor (observed prompt)."""
-    there = anchor.template.sections[index]
+    """LoadPiece that takes a section's KV from the prompt KV of an observation."""
+    there = observed.template.sections[index]
     return LoadPiece(
-        source=anchor.real.slot,
+        source=observed.real.slot,
         token_offset=there.start,
         num_tokens=section.num_tokens,
         start=section.start,
@@ -86,7 +89,7 @@ def _from_anchor(
 
 
 def _from_base(
-    section: TemplateSection, base: CacheEntry, observations: Sequence[ObservedKv] = ()
+    section: TemplateSection, base: SpanEntry, observations: Sequence[ObservedKv] = ()
 ) -> LoadPiece:
     """LoadPiece that takes a section's KV from a prefill of the section alone."""
     return LoadPiece(
@@ -101,15 +104,15 @@ def _from_base(
 
 def _observed(
     section: TemplateSection,
-    anchor: Anchor,
+    observed: Observation,
     index: int,
     *,
-    base: CacheEntry | None = None,
+    base: SpanEntry | None = None,
     weight: float = 1.0,
 ) -> ObservedKv:
-    there = anchor.template.sections[index]
+    there = observed.template.sections[index]
     return ObservedKv(
-        real=anchor.real.slot,
+        real=observed.real.slot,
         token_offset=there.start,
         shift=section.start - there.start,
         base=None if base is None else base.slot,
@@ -119,10 +122,10 @@ def _observed(
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PredictionPlan:
-    """Plan to predict a prompt's KV from anchors (observed prompts), for `num_samples` samples."""
+    """Plan to predict a prompt's KV from observations, for `num_samples` samples."""
 
-    lease: SpanLease
-    anchors: AnchorStore
+    pinned: PinnedSpans
+    observations: Observations
     distances: DistanceCache
     spans: Sequence[PromptSpan]
     max_entropy: float
@@ -131,29 +134,29 @@ class PredictionPlan:
     export: ExportSlot | None = None
     reason: KvReuseReason | None = None
     num_computed: int = 0
-    num_anchors: int = 0
-    _entry_by_request: dict[str, CacheEntry] = field(default_factory=dict)
-    _anchor_to_write: Anchor | None = None
-    _source_anchors: list[Anchor] = field(default_factory=list)
+    num_observations: int = 0
+    _entry_by_request: dict[str, SpanEntry] = field(default_factory=dict)
+    _observation_to_write: Observation | None = None
+    _source_observations: list[Observation] = field(default_factory=list)
     _exact_tokens: int = 0
     _end: int = 0
 
     async def prepare(self, engine: Generation, monitor: GroupMonitor) -> KvLoad | None:
-        if self.lease.cache.reason is not None:
-            raise ReuseFailed(self.lease.cache.reason)
+        if self.pinned.index.reason is not None:
+            raise ReuseFailed(self.pinned.index.reason)
         template = template_of(self.spans)
         if template.num_template_sections == 0 or not 2 <= len(template.sections) <= MAX_SECTIONS:
             raise ReuseFailed("nothing_to_reuse")
         if monitor.ends:
             raise ReuseFailed("not_written")
         bases = self._acquire_bases(template)
-        existing = self.anchors.find(self.lease.scope, template)
+        existing = self.observations.find(self.pinned.scope, template)
         found = find_candidates(template, existing)
         if found is None:
             self._prefill_and_store(template, bases, "no_observations")
             return None
         with self._pinned_while_choosing(existing):
-            await self.lease.write(engine, monitor)
+            await self.pinned.write(engine, monitor)
             selection = await cancel_on_end(monitor, self._select(template, bases, found))
             if monitor.ends:
                 raise ReuseFailed("not_written")
@@ -163,7 +166,7 @@ class PredictionPlan:
         return None
 
     async def on_completed(self, request: SampleRequest, done: Completion) -> None:
-        await self.lease.on_completed(self._entry_by_request.pop(request.id), request, done)
+        await self.pinned.on_completed(self._entry_by_request.pop(request.id), request, done)
 
     def is_approximate(self, num_cached: int) -> bool:
         """True if a sample with `num_cached` cached tokens has used predicted KV."""
@@ -175,81 +178,84 @@ class PredictionPlan:
 
     def forget(self) -> None:
         """Drop cached KV that the engine can no longer load, so that it is written again."""
-        self.anchors.forget(self._source_anchors)
-        self.lease.forget()
+        self.observations.forget(self._source_observations)
+        self.pinned.forget()
 
     def release(self, *, settled: bool) -> None:
-        if self._anchor_to_write is not None:
-            self.anchors.end(self._anchor_to_write)
-            self._anchor_to_write = None
-        self.lease.release(settled=settled)
+        if self._observation_to_write is not None:
+            self.observations.end(self._observation_to_write)
+            self._observation_to_write = None
+        self.pinned.release(settled=settled)
 
-    def _acquire_bases(self, template: PromptTemplate) -> dict[int, CacheEntry]:
+    def _acquire_bases(self, template: PromptTemplate) -> dict[int, SpanEntry]:
         """Pin cache entries of keyed sections, each prefilled alone; returns them by index."""
         keyed = {span.cache_key: span for span in self.spans if span.cache_key is not None}
         sections = enumerate(template.sections)
-        return self.lease.acquire(
+        return self.pinned.acquire(
             {i: keyed[s.cache_key] for i, s in sections if s.cache_key is not None}
         )
 
     @contextmanager
-    def _pinned_while_choosing(self, anchors: Sequence[Anchor]) -> Iterator[None]:
-        """Context manager that keeps anchors (observed prompts) pinned while some are selected.
+    def _pinned_while_choosing(self, observations: Sequence[Observation]) -> Iterator[None]:
+        """Context manager that keeps observations pinned while some are selected.
 
-        The lease then pins the selected ones. The selection awaits, and unpinned anchors could be
-        dropped meanwhile.
+        The selected ones are pinned afterwards. The selection awaits, and unpinned observations
+        could be dropped meanwhile.
         """
-        held = [cached for anchor in anchors for cached in anchor.cached()]
-        for cached in held:
-            cached.pins += 1
+        held = [entry for observed in observations for entry in observed.entries()]
+        store = self.pinned.index.store
+        for entry in held:
+            store.pin(entry)
         try:
             yield
         finally:
-            for cached in held:
-                self.lease.cache.unpin(cached, settled=True)
+            for entry in held:
+                store.unpin(entry)
 
     async def _select(
         self,
         template: PromptTemplate,
-        bases: Mapping[int, CacheEntry],
+        bases: Mapping[int, SpanEntry],
         found: Sequence[SectionCandidates],
-    ) -> AnchorSelection | None:
+    ) -> ObservationSelection | None:
         pairs = {
-            (index, anchor): (bases[index].slot, anchor.bases[index].slot)
-            for index, anchor in pairs_to_compare(template, found)
+            (index, observed): (bases[index].slot, observed.bases[index].slot)
+            for index, observed in pairs_to_compare(template, found)
         }
         known = await self.distances.get_distances(pairs.values())
         distances = {place: known[pair] for place, pair in pairs.items()}
-        return select_anchors(template, found, distances, self.max_entropy)
+        return select_observations(template, found, distances, self.max_entropy)
 
     def _prefill_and_store(
-        self, template: PromptTemplate, bases: Mapping[int, CacheEntry], reason: KvReuseReason
+        self, template: PromptTemplate, bases: Mapping[int, SpanEntry], reason: KvReuseReason
     ) -> None:
-        """Let the samples prefill the prompt; the first one stores it as an anchor if needed."""
+        """Let the samples prefill the prompt; the first one stores an observation if needed."""
         self.reason = reason
-        for request, cached in self.lease.write_requests():
+        for request, entry in self.pinned.write_requests():
             self.prefills.append(request)
-            self._entry_by_request[request.id] = cached
-        if not self.anchors.is_missing(self.lease.scope, template, bases):
+            self._entry_by_request[request.id] = entry
+        if not self.observations.is_missing(self.pinned.scope, template, bases):
             return
-        self._anchor_to_write = self.anchors.begin(self.lease.scope, template, bases)
-        if self._anchor_to_write is None:
+        self._observation_to_write = self.observations.begin(self.pinned.scope, template, bases)
+        if self._observation_to_write is None:
             self.reason = "cache_full"
         else:
-            self.export = self._anchor_to_write.real.slot
+            self.export = self._observation_to_write.real.slot
 
     def _build_prediction(
         self,
         template: PromptTemplate,
-        bases: Mapping[int, CacheEntry],
+        bases: Mapping[int, SpanEntry],
         found: Sequence[SectionCandidates],
-        selection: AnchorSelection,
+        selection: ObservationSelection,
     ) -> KvLoad:
-        self._source_anchors = list(selection.sources)
-        self.anchors.used(list(selection.used))
-        self.num_anchors = len(self._source_anchors)
-        for cached in {cached for anchor in self._source_anchors for cached in anchor.cached()}:
-            self.lease.pin(cached)
+        self._source_observations = list(selection.sources)
+        self.observations.used(list(selection.used))
+        self.num_observations = len(self._source_observations)
+        for entry in {
+            entry for observed in self._source_observations for entry in observed.entries()
+        }:
+            self.pinned.pin(entry)
         pieces = load_pieces(template, bases, found, selection)
         self._exact_tokens = selection.exact_tokens
         self._end = pieces[-1].start + pieces[-1].num_tokens

@@ -1,4 +1,4 @@
-"""KV reuse by splicing: load spans with a cache key from the span cache instead of prefilling.
+"""KV reuse by splicing: load spans with a cache key from the store instead of prefilling.
 
 Spans that are not cached are prefilled alone first. vLLM prefills only the tail of a prompt, so
 every other run of prefilled tokens is the tail of a separate engine request, which samples one
@@ -19,7 +19,7 @@ from engine.protocol.generation import Generation
 from engine.types.kv import ExportSlot, KvLoad, LoadPiece
 from engine.types.samples import Completion, SampleRequest
 from service.kv.prompt_source import GroupMonitor
-from service.kv.spans.pinned_spans import ReuseFailed, SpanLease
+from service.kv.spans.pinned_spans import PinnedSpans, ReuseFailed
 from service.kv.spans.prompt_template import joined
 
 
@@ -112,7 +112,7 @@ class SplicePlan:
     `num_computed` counts the tokens that the prefill requests before the samples have computed.
     """
 
-    lease: SpanLease
+    pinned: PinnedSpans
     spans: Sequence[PromptSpan]
     recompute_tokens: int
     num_samples: int
@@ -120,15 +120,15 @@ class SplicePlan:
     prefills: list[SampleRequest] = field(default_factory=list)
     export: ExportSlot | None = None
     reason: KvReuseReason | None = None
-    num_anchors: int = 0
+    num_observations: int = 0
     num_computed: int = 0
     _any_spliced: bool = False
     _num_prefilled: int = 0
 
     async def prepare(self, engine: Generation, monitor: GroupMonitor) -> KvLoad:
         """Have missing spans written; returns the KV that prefill requests and samples load."""
-        if self.lease.cache.reason is not None:
-            raise ReuseFailed(self.lease.cache.reason)
+        if self.pinned.index.reason is not None:
+            raise ReuseFailed(self.pinned.index.reason)
         runs = token_runs(
             self.spans, recompute_tokens=self.recompute_tokens, block=engine.info.block_size
         )
@@ -138,13 +138,13 @@ class SplicePlan:
         if monitor.ends:
             raise ReuseFailed("not_written")
         spliced = {run.span for run in runs if run.span is not None}
-        entries = self.lease.acquire({index: self.spans[index] for index in spliced})
-        await self.lease.write(engine, monitor)
-        slots = {span: cached.slot for span, cached in entries.items()}
+        entries = self.pinned.acquire({index: self.spans[index] for index in spliced})
+        await self.pinned.write(engine, monitor)
+        slots = {span: entry.slot for span, entry in entries.items()}
         num_requests = len(ends) + self.num_samples
         load = build_load(runs, slots, chain=self.name, num_requests=num_requests)
         prompt = joined(self.spans)
-        self.prefills = [self.lease.request(prompt[:end], load=load) for end in ends]
+        self.prefills = [self.pinned.request(prompt[:end], load=load) for end in ends]
         return load
 
     async def on_completed(self, request: SampleRequest, done: Completion) -> None:
@@ -169,7 +169,7 @@ class SplicePlan:
 
     def forget(self) -> None:
         """Drop cached KV that the engine can no longer load, so that it is written again."""
-        self.lease.forget()
+        self.pinned.forget()
 
     def release(self, *, settled: bool) -> None:
-        self.lease.release(settled=settled)
+        self.pinned.release(settled=settled)

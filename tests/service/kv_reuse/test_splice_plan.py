@@ -13,7 +13,7 @@ ENDS = (16, 240)
 async def chain_that_heard(*cached: int) -> SplicePlan:
     """A plan of links that end at these positions, each with this many cached tokens reported."""
     nothing = cast(Any, None)
-    chain = SplicePlan(lease=nothing, spans=[], recompute_tokens=4, num_samples=1)
+    chain = SplicePlan(pinned=nothing, spans=[], recompute_tokens=4, num_samples=1)
     for end, num_cached in zip(ENDS, cached, strict=False):
         sampling = Sampling(max_tokens=1)
         link = SampleRequest(id=str(end), prompt_token_ids=[1] * end, sampling=sampling)
