@@ -77,15 +77,10 @@ def find_candidates(
     found: list[SectionCandidates] = []
     by, there = 0, list(observations)
     for index, section in enumerate(template.sections):
-        exact_match = [
-            each for each in observations if each.template.has_same_prefix(template, index + 1)
-        ]
-        exact_match = [
-            each for each in exact_match if _has_section(each, index, section.num_tokens)
-        ]
+        long = [each for each in observations if _has_section(each, index, section.num_tokens)]
+        exact_match = [each for each in long if each.template.has_same_prefix(template, index + 1)]
         if section.cache_key is not None:
-            there = [each for each in observations if _has_section(each, index, section.num_tokens)]
-            by = index
+            by, there = index, long
         elif not exact_match and not all(
             _has_same_text(each, index, section.text_digest) for each in there
         ):

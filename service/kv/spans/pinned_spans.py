@@ -5,7 +5,7 @@ A span that is not cached is prefilled alone, from position 0 on.
 
 import asyncio
 import uuid
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -43,25 +43,24 @@ class PinnedSpans:
     priority: int
     num_prepared: int = 0
     round_trips: int = 0
-    _entries: dict[int, SpanEntry] = field(default_factory=dict)
     _pinned: list[SpanEntry] = field(default_factory=list)
-    _unwritten: dict[int, tuple[PromptSpan, SpanEntry]] = field(default_factory=dict)
+    _unwritten: dict[SpanEntry, PromptSpan] = field(default_factory=dict)
 
     def acquire(self, spans: Mapping[int, PromptSpan]) -> dict[int, SpanEntry]:
         """Pin or reserve the entries of `spans`; returns them under the same indices.
 
         Entries may still have to be written, for this group or for another one.
         """
+        entries = {}
         for index in sorted(spans):
             found = self.index.get_or_reserve(self.scope, spans[index])
             if found is None:
                 raise ReuseFailed("cache_full")
-            entry, must_write = found
-            self._entries[index] = entry
-            self._pinned.append(entry)
+            entries[index], must_write = found
+            self._pinned.append(entries[index])
             if must_write:
-                self._unwritten[id(entry)] = spans[index], entry
-        return self._entries
+                self._unwritten[entries[index]] = spans[index]
+        return entries
 
     def pin(self, entry: SpanEntry) -> None:
         """Pin an entry once more, which another user has pinned."""
@@ -73,7 +72,7 @@ class PinnedSpans:
         """Engine requests that prefill each missing span alone and write it."""
         return [
             (self.request(list(span.token_ids), export=entry.slot), entry)
-            for span, entry in self._unwritten.values()
+            for entry, span in self._unwritten.items()
         ]
 
     async def write(self, engine: Generation, monitor: GroupMonitor) -> None:
@@ -82,8 +81,8 @@ class PinnedSpans:
         Raises ReuseFailed if a span cannot be written.
         """
         if self._unwritten:
-            await self._write(engine, monitor, self.write_requests())
-        for entry in self._entries.values():
+            await self._write(engine, monitor)
+        for entry in self._pinned:
             await cancel_on_end(monitor, entry.ended.wait())
             if not entry.is_committed:
                 raise ReuseFailed("not_written")
@@ -95,7 +94,7 @@ class PinnedSpans:
         if done.finish in ("stop", "length"):
             self.num_prepared += len(request.prompt_token_ids) - done.num_cached_tokens
         is_written = await self.index.finish_write(entry)
-        self._unwritten.pop(id(entry), None)
+        self._unwritten.pop(entry, None)
         return is_written
 
     def forget(self) -> None:
@@ -110,12 +109,11 @@ class PinnedSpans:
         store = self.index.store
         unpin = store.unpin if settled else store.unpin_after_flush
         for entry in self._pinned:
-            if self._unwritten.pop(id(entry), None) is not None:
+            if self._unwritten.pop(entry, None) is not None:
                 self.index.abandon(entry)
             else:
                 unpin(entry)
         self._pinned.clear()
-        self._entries.clear()
 
     def request(
         self, prompt: list[int], *, export: ExportSlot | None = None, load: KvLoad | None = None
@@ -131,13 +129,9 @@ class PinnedSpans:
             load=load,
         )
 
-    async def _write(
-        self,
-        engine: Generation,
-        monitor: GroupMonitor,
-        write_requests: Sequence[tuple[SampleRequest, SpanEntry]],
-    ) -> None:
+    async def _write(self, engine: Generation, monitor: GroupMonitor) -> None:
         self.round_trips += 1
+        write_requests = self.write_requests()
         requests = [request for request, _ in write_requests]
         for request in requests:
             monitor.on_submitted(request.id)

@@ -10,11 +10,11 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import ClassVar
 
-from coppice.wire.kv_reuse import KvReuseReason
-from coppice.wire.rollouts import PromptSpan
+from coppice.wire.kv_reuse import KvReuseMode, KvReuseReason
 from engine.protocol.generation import Generation
-from engine.types.kv import ExportSlot, KvLoad, LoadPiece, ObservedKv
+from engine.types.kv import KvLoad, LoadPiece, ObservedKv
 from engine.types.samples import Completion, SampleRequest
 from service.kv.prompt_source import GroupMonitor
 from service.kv.spans.index import SpanEntry
@@ -27,9 +27,11 @@ from service.kv.spans.observation_selection import (
     select_observations,
 )
 from service.kv.spans.observations import Observation, Observations
-from service.kv.spans.pinned_spans import PinnedSpans, ReuseFailed, cancel_on_end
+from service.kv.spans.pinned_spans import ReuseFailed, cancel_on_end
 from service.kv.spans.prompt_template import PromptTemplate, TemplateSection, template_of
+from service.kv.spans.span_prompt import SpanPrompt
 
+DEFAULT_MAX_ENTROPY = 0.3
 MAX_SECTIONS = 128
 """Maximum number of sections of a predicted prompt.
 
@@ -120,30 +122,21 @@ def _observed(
     )
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class PredictionPlan:
-    """Plan to predict a prompt's KV from observations, for `num_samples` samples."""
+@dataclass(kw_only=True, eq=False)
+class PredictedPrompt(SpanPrompt):
+    """Prompt whose KV is predicted from observations."""
 
-    pinned: PinnedSpans
+    mode: ClassVar[KvReuseMode] = "predict"
     observations: Observations
     distances: DistanceCache
-    spans: Sequence[PromptSpan]
     max_entropy: float
-    num_samples: int
-    prefills: list[SampleRequest] = field(default_factory=list)
-    export: ExportSlot | None = None
-    reason: KvReuseReason | None = None
-    num_computed: int = 0
-    num_observations: int = 0
     _entry_by_request: dict[str, SpanEntry] = field(default_factory=dict)
     _observation_to_write: Observation | None = None
     _source_observations: list[Observation] = field(default_factory=list)
     _exact_tokens: int = 0
     _end: int = 0
 
-    async def prepare(self, engine: Generation, monitor: GroupMonitor) -> KvLoad | None:
-        if self.pinned.index.reason is not None:
-            raise ReuseFailed(self.pinned.index.reason)
+    async def _load(self, engine: Generation, monitor: GroupMonitor) -> KvLoad | None:
         template = template_of(self.spans)
         if template.num_template_sections == 0 or not 2 <= len(template.sections) <= MAX_SECTIONS:
             raise ReuseFailed("nothing_to_reuse")
@@ -169,15 +162,12 @@ class PredictionPlan:
         await self.pinned.on_completed(self._entry_by_request.pop(request.id), request, done)
 
     def is_approximate(self, num_cached: int) -> bool:
-        """True if a sample with `num_cached` cached tokens has used predicted KV."""
         return num_cached > self._exact_tokens
 
     def is_loaded(self, num_cached: int) -> bool:
-        """True if a sample with `num_cached` cached tokens has loaded any KV of this plan."""
         return num_cached >= min(self._exact_tokens + 1, self._end)
 
     def forget(self) -> None:
-        """Drop cached KV that the engine can no longer load, so that it is written again."""
         self.observations.forget(self._source_observations)
         self.pinned.forget()
 
@@ -188,7 +178,7 @@ class PredictionPlan:
         self.pinned.release(settled=settled)
 
     def _acquire_bases(self, template: PromptTemplate) -> dict[int, SpanEntry]:
-        """Pin cache entries of keyed sections, each prefilled alone; returns them by index."""
+        """Pin the entries of keyed sections, each prefilled alone; returns them by index."""
         keyed = {span.cache_key: span for span in self.spans if span.cache_key is not None}
         sections = enumerate(template.sections)
         return self.pinned.acquire(
@@ -232,7 +222,7 @@ class PredictionPlan:
         """Let the samples prefill the prompt; the first one stores an observation if needed."""
         self.reason = reason
         for request, entry in self.pinned.write_requests():
-            self.prefills.append(request)
+            self.prefills = [*self.prefills, request]
             self._entry_by_request[request.id] = entry
         if not self.observations.is_missing(self.pinned.scope, template, bases):
             return
