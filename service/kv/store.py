@@ -74,8 +74,8 @@ class KvStore:
         self._engine = engine
         self._clock = clock
         self._arena: Arena | None = None
-        self._extents = ExtentAllocator(0)
-        self._gpu_extents = ExtentAllocator(0)
+        self.extents = ExtentAllocator(0)
+        self.gpu_extents = ExtentAllocator(0)
         self._entries: set[Entry] = set()
         self._quarantined: set[Entry] = set()
         self._flushes: set[asyncio.Task[None]] = set()
@@ -87,8 +87,8 @@ class KvStore:
         self._arena = Arena.create(directory, num_bytes, preallocate=preallocate)
         if self._arena is None:
             return False
-        self._extents = ExtentAllocator(self._arena.num_bytes)
-        self._gpu_extents = ExtentAllocator(gpu_bytes // PAGE_BYTES * PAGE_BYTES)
+        self.extents = ExtentAllocator(self._arena.num_bytes)
+        self.gpu_extents = ExtentAllocator(gpu_bytes // PAGE_BYTES * PAGE_BYTES)
         self._words = struct.Struct(f"<{self._engine.info.tensor_parallel_size}Q")
         return True
 
@@ -103,22 +103,6 @@ class KvStore:
     def arena(self) -> Arena:
         assert self._arena is not None, "the store is open"
         return self._arena
-
-    @property
-    def capacity_bytes(self) -> int:
-        return self._extents.capacity_bytes
-
-    @property
-    def free_bytes(self) -> int:
-        return self._extents.free_bytes
-
-    @property
-    def gpu_capacity_bytes(self) -> int:
-        return self._gpu_extents.capacity_bytes
-
-    @property
-    def gpu_free_bytes(self) -> int:
-        return self._gpu_extents.free_bytes
 
     def num_bytes(self, state: EntryState) -> int:
         return sum(entry.extent.num_bytes for entry in self._entries if entry.state is state)
@@ -146,10 +130,10 @@ class KvStore:
             return None
         data_offset += extent.start
         if not self.arena.back(extent.start, data_offset):
-            self._extents.release(extent)
+            self.extents.release(extent)
             return None
         self._words.pack_into(self.arena.view, extent.start, *[0] * (self._words.size // 8))
-        gpu_extent = self._gpu_extents.allocate(gpu_bytes) if gpu_bytes else None
+        gpu_extent = self.gpu_extents.allocate(gpu_bytes) if gpu_bytes else None
         slot = ExportSlot(
             arena=self.arena.path,
             offset=data_offset,
@@ -217,21 +201,19 @@ class KvStore:
 
     def check(self) -> None:
         """Assert that every byte is free or belongs to one entry."""
-        self._extents.check()
-        self._gpu_extents.check()
-        taken = sum(entry.extent.num_bytes for entry in self._entries)
-        assert taken + self.free_bytes == self.capacity_bytes, "entries do not add up"
-        on_gpu = [entry.gpu_extent for entry in self._entries if entry.gpu_extent is not None]
-        taken = sum(extent.num_bytes for extent in on_gpu)
-        assert taken + self.gpu_free_bytes == self.gpu_capacity_bytes, "GPU memory leaks"
+        self.extents.check()
+        self.gpu_extents.check()
+        assert sorted(self.extents.taken) == sorted(entry.extent for entry in self._entries)
+        on_gpu = sorted(entry.gpu_extent for entry in self._entries if entry.gpu_extent is not None)
+        assert sorted(self.gpu_extents.taken) == on_gpu, "GPU memory leaks"
         assert self._quarantined == {entry for entry in self._entries if entry.is_evicted}
 
     def _allocate(self, num_bytes: int, evict_one: Callable[[], bool]) -> Extent | None:
-        extent = self._extents.allocate(num_bytes)
-        if num_bytes > self.capacity_bytes:
+        extent = self.extents.allocate(num_bytes)
+        if num_bytes > self.extents.capacity_bytes:
             return None  # no eviction would make enough room
         while extent is None and evict_one():
-            extent = self._extents.allocate(num_bytes)
+            extent = self.extents.allocate(num_bytes)
         return extent
 
     async def _flush_and_unpin(self, entry: Entry) -> None:
@@ -246,9 +228,9 @@ class KvStore:
             return
         self._entries.remove(entry)
         self._quarantined.remove(entry)
-        self._extents.release(entry.extent)
+        self.extents.release(entry.extent)
         if entry.gpu_extent is not None:
-            self._gpu_extents.release(entry.gpu_extent)
+            self.gpu_extents.release(entry.gpu_extent)
 
 
 def data_bytes(kv_format: KvFormat, num_tokens: int) -> int:

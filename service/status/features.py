@@ -50,7 +50,8 @@ def _feature(name: str, enabled: object, reason: str, how: str) -> FeatureStatus
 def _prompt_kv(server: "Server") -> FeatureStatus:
     kv, setting = server.prompt_kv, server.settings.engine.prompt_kv
     if kv.reason is None:
-        reason = f"up to {kv.store.capacity_bytes // MIB} MiB of shared memory, taken as it is used"
+        num_mib = kv.store.extents.capacity_bytes // MIB
+        reason = f"up to {num_mib} MiB of shared memory, taken as it is used"
         return _feature("prompt_kv", True, reason, "engine.prompt_kv: false")
     if kv.reason != "disabled":
         return _feature("prompt_kv", False, OFF.get(kv.reason or "internal", "it failed"), "")

@@ -83,7 +83,7 @@ class PromptKvManager:
         ):
             self.reason = "no_shm"
             return
-        num_mib = self.store.capacity_bytes // 2**20
+        num_mib = self.store.extents.capacity_bytes // 2**20
         log.info("prompt KV may take %d MiB of %s", num_mib, settings.directory)
         self.exports.open(LayoutFactory(info.model, info.kv_format), self._gpu_kv)
         self.reason = None
@@ -183,14 +183,14 @@ class PromptKvManager:
     def status(self) -> KvStatus:
         return KvStatus(
             reason=self.reason,
-            capacity_bytes=self.store.capacity_bytes,
-            free_bytes=self.store.free_bytes,
+            capacity_bytes=self.store.extents.capacity_bytes,
+            free_bytes=self.store.extents.free_bytes,
             reserved_bytes=self.store.num_bytes(EntryState.RESERVED),
             leased_bytes=self.store.num_bytes(EntryState.COMMITTED),
             quarantined_bytes=self.store.num_bytes(EntryState.QUARANTINED),
             num_handles=len(self.handles),
-            gpu_capacity_bytes=self.store.gpu_capacity_bytes,
-            gpu_free_bytes=self.store.gpu_free_bytes,
+            gpu_capacity_bytes=self.store.gpu_extents.capacity_bytes,
+            gpu_free_bytes=self.store.gpu_extents.free_bytes,
         )
 
     def check(self) -> None:

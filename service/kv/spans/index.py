@@ -63,7 +63,7 @@ class SpanIndex:
         self._engine = engine
         self._directory = directory
         self._capacity_bytes = capacity_bytes
-        self._epoch = epoch
+        self.epoch = epoch
         self.store = KvStore(engine)
         self.reason: KvReuseReason | None = "disabled"
         self.evict_observation: Callable[[], bool] = lambda: False
@@ -88,10 +88,6 @@ class SpanIndex:
         self.reason = None if self.store.open(self._directory, num_bytes) else "no_shm"
 
     @property
-    def epoch(self) -> int:
-        return self._epoch()
-
-    @property
     def kv_format(self) -> KvFormat:
         assert self._engine.info.kv_format is not None, "the store is open"
         return self._engine.info.kv_format
@@ -99,7 +95,7 @@ class SpanIndex:
     @property
     def num_bytes(self) -> int:
         """Allocated bytes of the arena, including evicted entries that are still pinned."""
-        return self.store.capacity_bytes - self.store.free_bytes
+        return self.store.extents.capacity_bytes - self.store.extents.free_bytes
 
     @property
     def num_spans(self) -> int:
@@ -112,7 +108,7 @@ class SpanIndex:
         """
         assert span.cache_key is not None, "only spans with a cache key are cached"
         self._evict_outdated()
-        key = SpanKey(scope, self.epoch, span.cache_key, digest(span.token_ids))
+        key = SpanKey(scope, self.epoch(), span.cache_key, digest(span.token_ids))
         entry = self._entries.get(key)
         if entry is not None:
             self._entries.move_to_end(key)
@@ -163,7 +159,8 @@ class SpanIndex:
         )
 
     def _evict_outdated(self) -> None:
-        for key in [key for key in self._entries if key.epoch != self.epoch]:
+        epoch = self.epoch()
+        for key in [key for key in self._entries if key.epoch != epoch]:
             self.evict(self._entries[key])
         self.drop_outdated_observations()
 

@@ -111,7 +111,7 @@ class Observations:
         """
         existing = self._contexts.get(self._context(scope, template), ())
         is_there = any(each.template.sections == template.sections for each in existing)
-        return not is_there and all(k.key.epoch == self._index.epoch for k in bases.values())
+        return not is_there and all(k.key.epoch == self._index.epoch() for k in bases.values())
 
     def used(self, observations: Sequence[Observation]) -> None:
         for observed in observations:
@@ -175,7 +175,7 @@ class Observations:
         return False
 
     def _drop_outdated(self) -> bool:
-        epoch = self._index.epoch
+        epoch = self._index.epoch()
         outdated = [
             observed
             for context, observations in self._contexts.items()
@@ -200,7 +200,7 @@ class Observations:
             self._index.store.unpin(entry)
 
     def _context(self, scope: Scope, template: PromptTemplate) -> PromptContext:
-        return PromptContext(scope, self._index.epoch, template.context)
+        return PromptContext(scope, self._index.epoch(), template.context)
 
 
 def least_used_of_oldest(observations: Sequence[Observation]) -> Observation:

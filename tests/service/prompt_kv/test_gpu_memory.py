@@ -43,7 +43,7 @@ async def test_slot_has_the_same_part_of_every_rank_until_it_is_freed(tmp_path: 
         assert [slot.gpu_offset for slot in given] == [a, b]
         for handle in (first, second):
             await served.http.delete(f"/v1/kv/{handle.handle}")
-        assert store.gpu_free_bytes == engine.memories[0].numel()
+        assert store.gpu_extents.free_bytes == engine.memories[0].numel()
         store.check()
 
 

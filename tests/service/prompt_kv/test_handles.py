@@ -77,7 +77,7 @@ class HandleMachine(RuleBasedStateMachine):
         if shared is not None:
             return shared
         entry = reserved(self.index, first, 7 * length)
-        assert entry is not None or self.store.free_bytes < CAPACITY_BYTES
+        assert entry is not None or self.store.extents.free_bytes < CAPACITY_BYTES
         return entry
 
     @rule(target=handles, entry=entries, lease=st.integers(1, 90))
@@ -176,7 +176,7 @@ class HandleMachine(RuleBasedStateMachine):
                 self.index.evict(entry)
         self.now += GRACE_SECONDS
         self.store.sweep()
-        assert self.store.free_bytes == CAPACITY_BYTES
+        assert self.store.extents.free_bytes == CAPACITY_BYTES
         self.store.arena.close()
         self.directory.cleanup()
 
@@ -215,14 +215,14 @@ def test_bytes_stay_untouched_for_a_while_after_their_lease_expired(tmp_path: Pa
     assert store.num_bytes(EntryState.QUARANTINED) == handle.entry.extent.num_bytes
     clock.now = 30.0 + GRACE_SECONDS
     store.sweep()
-    assert store.free_bytes == CAPACITY_BYTES
+    assert store.extents.free_bytes == CAPACITY_BYTES
 
 
 def test_released_bytes_are_free_at_once(tmp_path: Path) -> None:
     store, handles, handle = granted(tmp_path, Clock())
     handles.release(handle.id, "me")
     handles.release(handle.id, "me")
-    assert store.free_bytes == CAPACITY_BYTES
+    assert store.extents.free_bytes == CAPACITY_BYTES
 
 
 def test_download_keeps_the_bytes_until_the_lease_ends(tmp_path: Path) -> None:
@@ -234,11 +234,11 @@ def test_download_keeps_the_bytes_until_the_lease_ends(tmp_path: Path) -> None:
         handles.release(handle.id, "me")
         pin.sweep()
         assert pin.is_open
-        assert store.free_bytes < CAPACITY_BYTES
+        assert store.extents.free_bytes < CAPACITY_BYTES
         clock.now = 30.0
         pin.sweep()
         assert not pin.is_open
-        assert store.free_bytes == CAPACITY_BYTES
+        assert store.extents.free_bytes == CAPACITY_BYTES
         store.check()
 
 
