@@ -75,22 +75,24 @@ def find_candidates(
     have the same text there.
     """
     found: list[SectionCandidates] = []
-    by, there = 0, list(observations)
+    compared, candidates = 0, list(observations)
     for index, section in enumerate(template.sections):
         long = [each for each in observations if _has_section(each, index, section.num_tokens)]
         exact_match = [each for each in long if each.template.has_same_prefix(template, index + 1)]
         if section.cache_key is not None:
-            by, there = index, long
+            compared, candidates = index, long
         elif not exact_match and not all(
-            _has_same_text(each, index, section.text_digest) for each in there
+            _has_same_text(each, index, section.text_digest) for each in candidates
         ):
             break
-        if not exact_match and len(there) < 2:
+        if not exact_match and len(candidates) < 2:
             return None
         last = exact_match[-1] if exact_match else None
         found.append(
             SectionCandidates(
-                exact_match=last, observations=[] if exact_match else there, compared_section=by
+                exact_match=last,
+                observations=[] if exact_match else candidates,
+                compared_section=compared,
             )
         )
     return found
@@ -118,12 +120,14 @@ def select_observations(
             selection.sources.add(candidates.exact_match)
             selection.used |= set() if section.cache_key is None else {candidates.exact_match}
             continue
-        there = candidates.observations
-        section_distances = [distances[candidates.compared_section, observed] for observed in there]
+        observations = candidates.observations
+        section_distances = [distances[candidates.compared_section, each] for each in observations]
         if not are_shareable(_distance_by_text(candidates, section_distances), max_entropy):
             return None
         weights_by_distance = similarity_weights(section_distances)
-        ranked = sorted(zip(weights_by_distance, there, strict=True), key=lambda pair: -pair[0])
+        ranked = sorted(
+            zip(weights_by_distance, observations, strict=True), key=lambda pair: -pair[0]
+        )
         selection.used.update(_heaviest(ranked))
         nearest = ranked[:MAX_OBSERVATIONS_PER_SECTION]
         total = sum(share for share, _ in nearest)
@@ -190,13 +194,13 @@ def _exact_tokens(template: PromptTemplate, found: Sequence[SectionCandidates]) 
 
 
 def _has_section(observed: Observation, index: int, num_tokens: int) -> bool:
-    there = observed.template.sections
-    return index < len(there) and there[index].num_tokens >= num_tokens
+    sections = observed.template.sections
+    return index < len(sections) and sections[index].num_tokens >= num_tokens
 
 
 def _has_same_text(observed: Observation, index: int, text_digest: bytes) -> bool:
-    there = observed.template.sections
-    return index < len(there) and there[index].text_digest == text_digest
+    sections = observed.template.sections
+    return index < len(sections) and sections[index].text_digest == text_digest
 
 
 class DistanceCache:

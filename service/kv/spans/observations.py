@@ -1,10 +1,10 @@
 """Observations: prompts from which the KV of other prompts of the same template is predicted.
 
-KVCOMM calls them anchors. An observation consists of the KV of a whole
-prompt, as its prefill has written it, and the KV of each of its keyed spans prefilled alone. It
-belongs to one context, that is one API key, cache salt, weights epoch and template, and is dropped
-at the next activation. The number of observations per context is bounded: the least used of the
-oldest is evicted. If the store is full, an observation that no request uses is evicted.
+KVCOMM calls them anchors. An observation consists of the KV of a whole prompt, as its prefill has
+written it, and the KV of each of its keyed spans prefilled alone. It belongs to one context, that
+is one API key, cache salt, weights epoch and template, and is dropped at the next activation. The
+number of observations per context is bounded: the least used of the oldest is evicted. If the store
+is full, an observation that no request uses is evicted.
 
 Not thread-safe; runs on one event loop.
 """
@@ -88,9 +88,8 @@ class Observations:
         observation is found as soon as it is written.
         """
         context = self._context(scope, template)
-        key = SpanKey(
-            scope, context.epoch, "", template.context
-        )  # differs from the keys of spans, whose cache keys are not empty
+        # No span has this key, because the cache keys of spans are not empty.
+        key = SpanKey(scope, context.epoch, "", template.context)
         real = self._index.reserve(template.num_tokens, key)
         if real is None:
             return None

@@ -79,13 +79,13 @@ def _from_observation(
     observations: Sequence[ObservedKv] = (),
 ) -> LoadPiece:
     """LoadPiece that takes a section's KV from the prompt KV of an observation."""
-    there = observed.template.sections[index]
+    origin = observed.template.sections[index]
     return LoadPiece(
         source=observed.real.slot,
-        token_offset=there.start,
+        token_offset=origin.start,
         num_tokens=section.num_tokens,
         start=section.start,
-        shift=section.start - there.start,
+        shift=section.start - origin.start,
         observations=tuple(observations),
     )
 
@@ -112,11 +112,11 @@ def _observed(
     base: SpanEntry | None = None,
     weight: float = 1.0,
 ) -> ObservedKv:
-    there = observed.template.sections[index]
+    origin = observed.template.sections[index]
     return ObservedKv(
         real=observed.real.slot,
-        token_offset=there.start,
-        shift=section.start - there.start,
+        token_offset=origin.start,
+        shift=section.start - origin.start,
         base=None if base is None else base.slot,
         weight=weight,
     )
@@ -213,7 +213,7 @@ class PredictedPrompt(SpanPrompt):
             for index, observed in pairs_to_compare(template, found)
         }
         known = await self.distances.get_distances(pairs.values())
-        distances = {place: known[pair] for place, pair in pairs.items()}
+        distances = {key: known[pair] for key, pair in pairs.items()}
         return select_observations(template, found, distances, self.max_entropy)
 
     def _prefill_and_store(
