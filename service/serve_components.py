@@ -19,8 +19,8 @@ from engine.runtime import gc_and_process_group
 from engine.runtime.start_phases import StartPhases
 from engine.settings import EngineSettings
 from service.config.settings import LogSettings, Settings
+from service.kv.arena import default_capacity_bytes
 from service.observability.logs import configure_logging
-from service.prompt_kv.arena import default_capacity_bytes
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

@@ -17,7 +17,7 @@ from service.cluster.registry import ClusterRegistry
 from service.config.settings import Settings
 from service.drain import Drain
 from service.http.build import build_http
-from service.kv_reuse.build import build_kv
+from service.kv.build import build_kv
 from service.moves.build import build_moves
 from service.observability.build import build_observability
 from service.observability.metrics import watch_loop_lag
@@ -157,7 +157,7 @@ class Server:
         first = self.versions.active
         self.versions.put(replace(first, path=self.engine.info.model_path))
         self.prompt_kv.open()
-        self.kv_reuse.cache.open()
+        self.kv_reuse.spans.open()
         self.readiness.started = True
         for observer in self.serving_observers:
             observer()

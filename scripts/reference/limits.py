@@ -354,22 +354,22 @@ LIMITS = (
         "open downloads of prompt KV; a key may have half of them",
         "kv.max_open_transfers",
         "quota_exceeded; overloaded",
-        "service/kv_reuse/build.py",
+        "service/kv/build.py",
         "tests/service/prompt_kv/test_slow_readers.py::test_downloads_past_the_limit_are_refused",
     ),
     Limit(
         "seconds of a lease of prompt KV",
         "kv.max_lease_seconds",
         "the lease is shortened",
-        "service/prompt_kv/handle.py",
+        "service/kv/handles/handle.py",
         "tests/service/prompt_kv/test_exports.py::test_lease_is_capped_by_the_settings",
     ),
     Limit(
         "longest leases of prompt KV, with all renewals",
-        "service/prompt_kv/handle.py:MAX_LEASES",
+        "service/kv/handles/handle.py:MAX_LEASES",
         "the lease is shortened",
-        "service/prompt_kv/handle.py",
-        "tests/service/prompt_kv/test_slots.py::test_renewals_end_at_the_maximum_lifetime",
+        "service/kv/handles/handle.py",
+        "tests/service/prompt_kv/test_handles.py::test_renewals_end_at_the_maximum_lifetime",
     ),
     # Adapters
     Limit(

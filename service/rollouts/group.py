@@ -34,8 +34,8 @@ from coppice.wire.rollouts import (
 from engine.protocol.generation import Generation
 from engine.types.kv import KvLoad
 from engine.types.samples import Completion, SampleRequest, TokenDelta, TopLogprobs
-from service.prompt_kv.group_exports import GroupKvExports
-from service.prompt_kv.prompt_source import PrefilledPrompt, PromptSource
+from service.kv.handles.group_exports import GroupKvExports
+from service.kv.prompt_source import PromptSource
 from service.rollouts import sample_answer
 from service.rollouts.fairness import Turns
 from service.rollouts.finish_policy import FinishPolicy
@@ -70,7 +70,7 @@ class Group:
     """
 
     options: GroupOptions
-    source: PromptSource = field(default_factory=PrefilledPrompt)
+    source: PromptSource = field(default_factory=PromptSource)
     finish_policy: FinishPolicy | None = None
     exports: GroupKvExports | None = None
     end_reason: EndReason | None = None

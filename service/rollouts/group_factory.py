@@ -10,9 +10,9 @@ from coppice.wire.columns.token_columns import TokenLists
 from coppice.wire.rollouts import Finish
 from engine.protocol.generation import Generation
 from engine.types.samples import KeptKv, Sampling
-from service.kv_reuse.manager import KvReuseManager
-from service.kv_reuse.prompt_sections import Scope
-from service.prompt_kv.prompt_source import PrefilledPrompt, PromptSource
+from service.kv.prompt_source import PromptSource
+from service.kv.spans.manager import KvReuseManager
+from service.kv.spans.prompt_template import Scope
 from service.rollouts import validation
 from service.rollouts.fairness import PriorityAging, TimeSlice
 from service.rollouts.finish_policy import FinishPolicy
@@ -73,7 +73,7 @@ class GroupFactory:
     def _source(self, request: NewRollout, options: GroupOptions) -> PromptSource:
         spans = request.groups[options.index].spans
         if spans is None:
-            return PrefilledPrompt()
+            return PromptSource()
         return self._kv_reuse.prompt_source(
             spans,
             request.kv_reuse,

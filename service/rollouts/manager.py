@@ -18,8 +18,8 @@ from service.cluster.idempotency_claim import IdempotencyClaim
 from service.cluster.idempotency_keys import IdempotencyKeys
 from service.config.limits import LimitsSettings
 from service.errors import DRAINING_RETRY_SECONDS, Draining, RolloutNotFound
+from service.kv.handles.manager import PromptKvManager
 from service.observability.build import Observability
-from service.prompt_kv.manager import PromptKvManager
 from service.rollouts.admission import Admission, Reservation
 from service.rollouts.request import NewRollout
 from service.rollouts.result_cache import ResultCache

@@ -15,8 +15,8 @@ from prometheus_client import CollectorRegistry
 
 from engine.protocol.generation import Generation
 from engine.types.feature_stats import SpeculationStats
-from service.prompt_kv.handle import Handle
-from service.prompt_kv.manager import PromptKvManager
+from service.kv.handles.handle import Handle
+from service.kv.handles.manager import PromptKvManager
 from service.rollouts.group import Group
 from service.rollouts.rollout import Rollout
 from service.rollouts.trees.path_request import Path
@@ -156,10 +156,10 @@ def _kv_arena(prompt_kv: PromptKvManager) -> dict[str, Any]:
     leases = [
         {
             "owner": handle.owner,
-            "version": handle.slot.layout.version,
-            "tokens": handle.slot.layout.num_tokens,
-            "num_bytes": handle.slot.layout.file_bytes,
-            "readers": handle.slot.pins,
+            "version": handle.entry.layout.version,
+            "tokens": handle.entry.layout.num_tokens,
+            "num_bytes": handle.entry.layout.file_bytes,
+            "readers": handle.entry.pins,
             "lease_seconds": handle.remaining_seconds if handle.has_started else None,
         }
         for handle in heapq.nsmallest(MAX_LEASES, prompt_kv.handles, key=_expiry_key)

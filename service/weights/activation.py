@@ -33,8 +33,8 @@ from service.errors import (
     VersionConflict,
     WeightsRefused,
 )
+from service.kv.handles.manager import PromptKvManager
 from service.observability.metrics import Metrics
-from service.prompt_kv.manager import PromptKvManager
 from service.rollouts.manager import RolloutManager
 from service.state_changes import StateChanges
 from service.versions import Version, Versions, publish_again
@@ -249,7 +249,7 @@ class Activation:
         pause: PauseMode = "abort" if mode == "abort" else "keep"
         await self.pauses.pause_engine(pause, recompute=mode == "recompute")
         try:
-            await self._prompt_kv.before_weights_update()
+            await self._prompt_kv.exports.before_weights_update()
             samples_ended = await self._rollouts.end_groups_bound_to_other_versions(version.label)
             num_kept_tokens = await self._load(version, kv)
         except EngineGone:
@@ -291,7 +291,7 @@ class Activation:
 
     def _on_loaded(self, label: str) -> None:
         self._versions.activated(label)
-        self._prompt_kv.after_weights_update(label)
+        self._prompt_kv.exports.after_weights_update(label)
 
 
 def _check_available(version: Version) -> None:

@@ -6,7 +6,7 @@ from engine.protocol import Engine
 from service.checkpoint_store import CheckpointStore
 from service.cluster.build import Cluster
 from service.config.settings import Settings
-from service.kv_reuse.build import Kv
+from service.kv.build import Kv
 from service.observability.metrics import Metrics
 from service.rollouts.build import Rollouts
 from service.state_changes import StateChanges

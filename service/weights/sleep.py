@@ -15,8 +15,8 @@ from engine.errors import EngineError, LoadFailed, MemoryUnavailable
 from engine.protocol.weights import Weights
 from engine.types.samples import WEIGHTS, PauseMode, SleepLevel, SleepTag
 from service.errors import Asleep, ServiceError
+from service.kv.handles.manager import PromptKvManager
 from service.observability.metrics import ServerMetrics
-from service.prompt_kv.manager import PromptKvManager
 from service.rollouts.manager import RolloutManager
 from service.versions import Versions
 from service.weights.engine_pauses import EnginePauses
@@ -112,7 +112,7 @@ class Sleep:
     ) -> None:
         began = self._clock()
         try:
-            await self._prompt_kv.before_weights_update()
+            await self._prompt_kv.exports.before_weights_update()
             await self._engine.sleep(level, tags)
         except (LoadFailed, ServiceError) as error:
             self._pauses.table.end(owner, "sleep")

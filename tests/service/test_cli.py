@@ -256,7 +256,7 @@ def test_flag_of_a_vllm_argument_requires_a_value() -> None:
 def test_prompt_kv_is_on_where_shared_memory_has_room(
     given: bool | None, size: int, enabled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.prompt_kv.arena.free_bytes", lambda _: size)
+    monkeypatch.setattr("service.kv.arena.free_bytes", lambda _: size)
     settings = Settings.model_validate({"engine": {"prompt_kv": given}})
     assert with_prompt_kv(settings).prompt_kv is enabled
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from coppice.wire.branching import Branching
 from coppice.wire.rollouts import GroupAnswer
 from engine.types.samples import Completion, SampleRequest, Sampling
-from service.prompt_kv.prompt_source import PrefilledPrompt
+from service.kv.prompt_source import PromptSource
 from service.rollouts.group_factory import create_tree_group
 from service.rollouts.group_options import GroupOptions
 from service.rollouts.trees.plan import Plan, distribute_leaves, next_cut, split
@@ -68,7 +68,7 @@ async def grown(branching: Branching, prompt: int, max_tokens: int, seed: int) -
         sampling=Sampling(max_tokens=max_tokens),
     )
     tree = create_tree_group(
-        branching, options, PrefilledPrompt(), block_size=BLOCK, max_lease_seconds=1.0
+        branching, options, PromptSource(), block_size=BLOCK, max_lease_seconds=1.0
     )
     engine = Whimsical(seed)
     await engine.start("v0")

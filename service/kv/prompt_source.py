@@ -30,52 +30,32 @@ class GroupMonitor(Protocol):
         """Abort all requests that were submitted and have not finished."""
 
 
-class PromptSource(Protocol):
-    """Determines how a group's samples get the KV of their prompt: by loading or by prefill.
+class PromptSource:
+    """Source of the KV of a group's prompt; this one leaves the prefill to the samples.
 
     `prefills` are additional engine requests, submitted together with the samples. The first
     sample's request carries the export slot `export`.
     """
 
-    @property
-    def prefills(self) -> Sequence[SampleRequest]: ...
-
-    @property
-    def export(self) -> ExportSlot | None: ...
+    prefills: Sequence[SampleRequest] = ()
+    export: ExportSlot | None = None
 
     async def prepare(self, engine: Generation, monitor: GroupMonitor) -> KvLoad | None:
         """Prepare the prompt KV; returns what the samples load, or None if they prefill.
 
         If this is cancelled, its requests remain in the engine; they are registered in `monitor`.
         """
+        return None
 
     async def on_completed(self, request: SampleRequest, done: Completion) -> None:
         """Record that a prefill request has completed; called in the order of `prefills`."""
 
     def annotated(self, answer: GroupAnswer) -> GroupAnswer:
         """Group answer to which the report about the prompt's KV is added."""
+        return answer
 
     def release(self, *, settled: bool) -> None:
         """Release the KV that the samples load, even if `prepare` did not complete.
 
         `settled` is True if every request that was to load KV has ended by itself.
         """
-
-
-class PrefilledPrompt:
-    """Prompt source for samples that prefill their prompt; prepares and releases nothing."""
-
-    prefills: Sequence[SampleRequest] = ()
-    export: ExportSlot | None = None
-
-    async def prepare(self, engine: Generation, monitor: GroupMonitor) -> KvLoad | None:
-        return None
-
-    async def on_completed(self, request: SampleRequest, done: Completion) -> None:
-        raise AssertionError("there are no prefills")
-
-    def annotated(self, answer: GroupAnswer) -> GroupAnswer:
-        return answer
-
-    def release(self, *, settled: bool) -> None:
-        pass

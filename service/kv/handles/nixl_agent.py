@@ -4,7 +4,7 @@ UCX has no authentication: anyone who reaches the agent over the network can rea
 memory. The child process therefore maps the arena and nothing else, and gets only selected
 environment variables. A crash in UCX does not affect the server.
 
-    python -m service.prompt_kv.nixl_agent ARENA NUM_BYTES    # the child process
+    python -m service.kv.handles.nixl_agent ARENA NUM_BYTES    # the child process
 """
 
 import asyncio
@@ -20,7 +20,7 @@ import numpy as np
 
 from coppice.prompt_kv.nixl import Agent, installed
 from coppice.wire.kv import KvAgent
-from service.prompt_kv.arena import Arena
+from service.kv.arena import Arena
 
 PASSED_ENV_PREFIXES = ("CUDA_", "LD_LIBRARY_PATH", "NIXL_", "PATH", "UCX_")
 NOT_INSTALLED = (
@@ -54,7 +54,7 @@ class NixlAgentProcess:
 
     async def _run_process(self) -> None:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "service.prompt_kv.nixl_agent"),
+            *(sys.executable, "-m", "service.kv.handles.nixl_agent"),
             *(str(self._arena.path), str(self._arena.num_bytes)),
             stdin=PIPE,  # the agent exits when this pipe is closed
             stdout=PIPE,

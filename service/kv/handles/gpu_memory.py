@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from coppice.wire.kv import KvGpu, KvGpuIpc, KvGpuMemory, KvLocator
 from engine.types.kv import GpuMemory
-from service.prompt_kv.layout import Layout
-from service.prompt_kv.slots import Slot
+from service.kv.handles.file_layout import Layout
+from service.kv.store import Entry
 
 
 class GpuKv:
@@ -31,10 +31,10 @@ class GpuKv:
         num_heads = max((rank.num_heads for rank in self._ranks), default=0)
         return layout.data_bytes // layout.format.num_kv_heads * num_heads
 
-    def locators(self, slot: Slot) -> list[KvLocator]:
-        if slot.gpu_extent is None:
+    def locators(self, entry: Entry) -> list[KvLocator]:
+        if entry.gpu_extent is None:
             return []
-        start = slot.gpu_extent.start
+        start = entry.gpu_extent.start
         return [KvLocator(transport="cuda_ipc", agent=self._agent, offset=start)]
 
     def describe(self, boot_id: str | None) -> KvGpu | None:

@@ -1,4 +1,4 @@
-"""KV reuse by splicing: load spans with a cache key from the span cache instead of prefilling.
+"""KV reuse by splicing: load spans with a cache key from the store instead of prefilling.
 
 Spans that are not cached are prefilled alone first. vLLM prefills only the tail of a prompt, so
 every other run of prefilled tokens is the tail of a separate engine request, which samples one
@@ -11,16 +11,20 @@ prompt is prefilled.
 
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import ClassVar
 
-from coppice.wire.kv_reuse import KvReuseReason
+from coppice.wire.kv_reuse import KvReuseMode
 from coppice.wire.rollouts import PromptSpan
 from engine.protocol.generation import Generation
 from engine.types.kv import ExportSlot, KvLoad, LoadPiece
 from engine.types.samples import Completion, SampleRequest
-from service.kv_reuse.prompt_sections import joined
-from service.kv_reuse.span_lease import ReuseFailed, SpanLease
-from service.prompt_kv.prompt_source import GroupMonitor
+from service.kv.prompt_source import GroupMonitor
+from service.kv.spans.pinned_spans import ReuseFailed
+from service.kv.spans.prompt_template import joined
+from service.kv.spans.span_prompt import SpanPrompt
+
+DEFAULT_RECOMPUTE_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,30 +109,17 @@ def build_load(
     return KvLoad(chain=chain, num_requests=num_requests, exact_tokens=exact, pieces=pieces)
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class SplicePlan:
-    """Plan to splice cached spans into a prompt, for `num_samples` samples.
+@dataclass(kw_only=True, eq=False)
+class SplicedPrompt(SpanPrompt):
+    """Prompt into which spans are spliced from the store."""
 
-    `num_computed` counts the tokens that the prefill requests before the samples have computed.
-    """
-
-    lease: SpanLease
-    spans: Sequence[PromptSpan]
+    mode: ClassVar[KvReuseMode] = "splice"
     recompute_tokens: int
-    num_samples: int
-    name: str = field(default_factory=lambda: uuid.uuid4().hex)
-    prefills: list[SampleRequest] = field(default_factory=list)
-    export: ExportSlot | None = None
-    reason: KvReuseReason | None = None
-    num_anchors: int = 0
-    num_computed: int = 0
     _any_spliced: bool = False
     _num_prefilled: int = 0
 
-    async def prepare(self, engine: Generation, monitor: GroupMonitor) -> KvLoad:
+    async def _load(self, engine: Generation, monitor: GroupMonitor) -> KvLoad:
         """Have missing spans written; returns the KV that prefill requests and samples load."""
-        if self.lease.cache.reason is not None:
-            raise ReuseFailed(self.lease.cache.reason)
         runs = token_runs(
             self.spans, recompute_tokens=self.recompute_tokens, block=engine.info.block_size
         )
@@ -138,13 +129,13 @@ class SplicePlan:
         if monitor.ends:
             raise ReuseFailed("not_written")
         spliced = {run.span for run in runs if run.span is not None}
-        entries = self.lease.acquire({index: self.spans[index] for index in spliced})
-        await self.lease.write(engine, monitor)
-        slots = {span: cached.slot for span, cached in entries.items()}
+        entries = self.pinned.acquire({index: self.spans[index] for index in spliced})
+        await self.pinned.write(engine, monitor)
+        slots = {span: entry.slot for span, entry in entries.items()}
         num_requests = len(ends) + self.num_samples
-        load = build_load(runs, slots, chain=self.name, num_requests=num_requests)
+        load = build_load(runs, slots, chain=uuid.uuid4().hex, num_requests=num_requests)
         prompt = joined(self.spans)
-        self.prefills = [self.lease.request(prompt[:end], load=load) for end in ends]
+        self.prefills = [self.pinned.request(prompt[:end], load=load) for end in ends]
         return load
 
     async def on_completed(self, request: SampleRequest, done: Completion) -> None:
@@ -163,13 +154,3 @@ class SplicePlan:
         """
         behind_first = num_cached > len(self.prefills[0].prompt_token_ids)
         return behind_first and (self._any_spliced or num_cached > self._num_prefilled)
-
-    def is_loaded(self, num_cached: int) -> bool:
-        return self.is_approximate(num_cached)
-
-    def forget(self) -> None:
-        """Drop cached KV that the engine can no longer load, so that it is written again."""
-        self.lease.forget()
-
-    def release(self, *, settled: bool) -> None:
-        self.lease.release(settled=settled)

@@ -1,4 +1,4 @@
-"""Shared-memory arena for prompt KV (one file), and the allocator of its pages.
+"""Shared-memory arena for KV (one file), and the allocator of its pages.
 
 The engine's workers write to the arena. This process reads it, and a trainer of the same user on
 the same host may map it as well; the file's name is random. The file is sparse, so that memory is
@@ -13,7 +13,7 @@ import mmap
 import os
 import secrets
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,11 +53,7 @@ class ExtentAllocator:
         assert capacity_bytes % PAGE_BYTES == 0, "an arena is made of whole pages"
         self.capacity_bytes = capacity_bytes
         self._free = [Extent(0, capacity_bytes)] if capacity_bytes else []
-        self._taken: set[Extent] = set()
-
-    @property
-    def free_extents(self) -> Sequence[Extent]:
-        return self._free
+        self.taken: set[Extent] = set()
 
     @property
     def free_bytes(self) -> int:
@@ -76,35 +72,31 @@ class ExtentAllocator:
                 taken = Extent(gap.start, gap.start + wanted)
                 rest = [Extent(taken.end, gap.end)] if gap.end > taken.end else []
                 self._free[index : index + 1] = rest
-                self._taken.add(taken)
+                self.taken.add(taken)
                 return taken
         return None
 
     def release(self, extent: Extent) -> None:
-        assert extent in self._taken, "the extent is not allocated"
-        self._taken.remove(extent)
+        assert extent in self.taken, "the extent is not allocated"
+        self.taken.remove(extent)
         insort(self._free, extent)
-        at = self._free.index(extent)
-        self._merge_with_next(at)
-        self._merge_with_next(at - 1)
+        first = self._free.index(extent)
+        last = first
+        if first and self._free[first - 1].end == extent.start:
+            first -= 1
+        if last + 1 < len(self._free) and self._free[last + 1].start == extent.end:
+            last += 1
+        self._free[first : last + 1] = [Extent(self._free[first].start, self._free[last].end)]
 
     def check(self) -> None:
         """Assert that extents cover the arena without overlap and free neighbors are merged."""
         end = 0
-        for extent in sorted([*self._free, *self._taken]):
+        for extent in sorted([*self._free, *self.taken]):
             assert extent.start == end < extent.end, "extents overlap or leave a hole"
             end = extent.end
         assert end == self.capacity_bytes, "extents do not reach the end"
         pairs = zip(self._free, self._free[1:], strict=False)
         assert all(left.end < right.start for left, right in pairs), "adjacent free extents"
-
-    def _merge_with_next(self, index: int) -> None:
-        """Merge the free extent at `index` with the next free extent if the two are adjacent."""
-        if index < 0 or index + 1 >= len(self._free):
-            return
-        left, right = self._free[index : index + 2]
-        if left.end == right.start:
-            self._free[index : index + 2] = [Extent(left.start, right.end)]
 
 
 def round_up_to_pages(num_bytes: int) -> int:
@@ -122,10 +114,10 @@ def default_arena_bytes(free: int) -> int:
     return num_bytes if num_bytes >= MIN_DEFAULT_BYTES else 0
 
 
-def default_capacity_bytes(directory: Path, get_free_bytes: FreeBytes | None = None) -> int:
+def default_capacity_bytes(directory: Path) -> int:
     """Default size of an arena in a directory; 0 if it lacks space or does not exist."""
     try:
-        return default_arena_bytes((get_free_bytes or free_bytes)(directory))
+        return default_arena_bytes(free_bytes(directory))
     except OSError:
         return 0
 

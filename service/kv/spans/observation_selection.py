@@ -1,8 +1,8 @@
-"""Select the anchors (observed prompts) from which a prompt's KV is predicted, if any qualify.
+"""Select the observations from which a prompt's KV is predicted, if any qualify.
 
-A prompt is divided into sections (see PromptTemplate). If an anchor has the same text up to and
-including a section, the section's KV is taken from that anchor, because it equals the prompt's own.
-Any other section is predicted from anchors whose same section is at least as long. They are
+A prompt is divided into sections (see PromptTemplate). If an observation has the same text up to
+and including a section, the section's KV is taken from it, because it equals the prompt's own. Any
+other section is predicted from observations whose same section is at least as long. They are
 shareable, that is, good enough for a prediction, if some of them are much nearer than the others:
 if the entropy of their similarity weights is low (KVCOMM, arXiv 2510.12872).
 """
@@ -18,19 +18,20 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from coppice.safetensors_io import CODES, FLOAT_BYTES
 from engine.types.kv import ExportSlot, KvFormat
-from service.kv_reuse.observed_prompts import Anchor
-from service.kv_reuse.prompt_sections import PromptTemplate
-from service.kv_reuse.span_cache import ITEM_BYTES, SpanCache
+from service.kv.spans.index import SpanIndex
+from service.kv.spans.observations import Observation
+from service.kv.spans.prompt_template import PromptTemplate
 
-MAX_ANCHORS_PER_SECTION = 4
-"""Maximum number of anchors, the nearest, from which one section of a prompt is predicted.
+MAX_OBSERVATIONS_PER_SECTION = 4
+"""Maximum number of observations, the nearest, from which one section of a prompt is predicted.
 
-An anchor is read once per section predicted from it.
+An observation is read once per section predicted from it.
 """
 USED_WEIGHT_SHARE = 0.9
-DistanceMap = Mapping[tuple[int, Anchor], float]
-"""Distances of a prompt's texts to those of anchors, by (index of a keyed section, anchor)."""
+DistanceMap = Mapping[tuple[int, Observation], float]
+"""Distances of a prompt's texts to those of observations, by keyed section and observation."""
 MAX_CACHED_PAIRS = 2**16
 Pair = tuple[ExportSlot, ExportSlot]
 Floats = npt.NDArray[np.float32]
@@ -38,58 +39,60 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SectionCandidates:
-    """Anchors (observed prompts) that can provide the KV of one section of a prompt.
+    """Observations that can provide the KV of one section of a prompt.
 
-    `exact_match` is an anchor with the same texts up to this section. Without one, `anchors` are
-    the candidates for a prediction. A section without cache key has the candidates and distances
-    of the preceding section with one, number `compared_section`.
+    `exact_match` is an observation with the same texts up to this section. Without one,
+    `observations` are the candidates for a prediction. A section without cache key has the
+    candidates and distances of the preceding section with one, number `compared_section`.
     """
 
-    exact_match: Anchor | None
-    anchors: Sequence[Anchor]
+    exact_match: Observation | None
+    observations: Sequence[Observation]
     compared_section: int
 
 
 @dataclass(slots=True, kw_only=True)
-class AnchorSelection:
-    """Anchors (observed prompts) selected for each section of a prompt, with their weights.
+class ObservationSelection:
+    """Observations selected for each section of a prompt, with their weights.
 
     `weights` has one entry per section, empty for exact matches. `exact_tokens` is the length of
     the prompt's prefix with exact KV. `used` are the exact matches of keyed sections, and the
-    anchors with most of the weight of a predicted section. `sources` are all anchors that are read.
+    observations with most of the weight of a predicted section. `sources` are all that are read.
     """
 
-    weights: list[dict[Anchor, float]] = field(default_factory=list)
+    weights: list[dict[Observation, float]] = field(default_factory=list)
     exact_tokens: int = 0
-    used: set[Anchor] = field(default_factory=set)
-    sources: set[Anchor] = field(default_factory=set)
+    used: set[Observation] = field(default_factory=set)
+    sources: set[Observation] = field(default_factory=set)
 
 
 def find_candidates(
-    template: PromptTemplate, anchors: Sequence[Anchor]
+    template: PromptTemplate, observations: Sequence[Observation]
 ) -> list[SectionCandidates] | None:
-    """Find anchors (observed prompts) that can provide each prompt section; None if too few can.
+    """Find observations that can provide each prompt section; None if too few can.
 
     A section after the last one with a cache key is left out, and prefilled, unless all candidates
     have the same text there.
     """
     found: list[SectionCandidates] = []
-    by, there = 0, list(anchors)
+    compared, candidates = 0, list(observations)
     for index, section in enumerate(template.sections):
-        exact_match = [a for a in anchors if a.template.has_same_prefix(template, index + 1)]
-        exact_match = [a for a in exact_match if _has_section(a, index, section.num_tokens)]
+        long = [each for each in observations if _has_section(each, index, section.num_tokens)]
+        exact_match = [each for each in long if each.template.has_same_prefix(template, index + 1)]
         if section.cache_key is not None:
-            by, there = index, [a for a in anchors if _has_section(a, index, section.num_tokens)]
+            compared, candidates = index, long
         elif not exact_match and not all(
-            _has_same_text(a, index, section.text_digest) for a in there
+            _has_same_text(each, index, section.text_digest) for each in candidates
         ):
             break
-        if not exact_match and len(there) < 2:
+        if not exact_match and len(candidates) < 2:
             return None
         last = exact_match[-1] if exact_match else None
         found.append(
             SectionCandidates(
-                exact_match=last, anchors=[] if exact_match else there, compared_section=by
+                exact_match=last,
+                observations=[] if exact_match else candidates,
+                compared_section=compared,
             )
         )
     return found
@@ -97,36 +100,38 @@ def find_candidates(
 
 def pairs_to_compare(
     template: PromptTemplate, found: Sequence[SectionCandidates]
-) -> Iterator[tuple[int, Anchor]]:
+) -> Iterator[tuple[int, Observation]]:
     for index, candidates in enumerate(found):
         if template.sections[index].cache_key is not None:
-            yield from ((index, anchor) for anchor in candidates.anchors)
+            yield from ((index, observed) for observed in candidates.observations)
 
 
-def select_anchors(
+def select_observations(
     template: PromptTemplate,
     found: Sequence[SectionCandidates],
     distances: DistanceMap,
     max_entropy: float,
-) -> AnchorSelection | None:
-    """Choose and weight anchors (observed prompts) per section; None if one cannot be predicted."""
-    selection = AnchorSelection(exact_tokens=_exact_tokens(template, found))
+) -> ObservationSelection | None:
+    """Choose and weight observations per section; None if one cannot be predicted."""
+    selection = ObservationSelection(exact_tokens=_exact_tokens(template, found))
     for section, candidates in zip(template.sections, found, strict=False):
         if candidates.exact_match is not None:
             selection.weights.append({})
             selection.sources.add(candidates.exact_match)
             selection.used |= set() if section.cache_key is None else {candidates.exact_match}
             continue
-        there = candidates.anchors
-        section_distances = [distances[candidates.compared_section, anchor] for anchor in there]
+        observations = candidates.observations
+        section_distances = [distances[candidates.compared_section, each] for each in observations]
         if not are_shareable(_distance_by_text(candidates, section_distances), max_entropy):
             return None
         weights_by_distance = similarity_weights(section_distances)
-        ranked = sorted(zip(weights_by_distance, there, strict=True), key=lambda pair: -pair[0])
+        ranked = sorted(
+            zip(weights_by_distance, observations, strict=True), key=lambda pair: -pair[0]
+        )
         selection.used.update(_heaviest(ranked))
-        nearest = ranked[:MAX_ANCHORS_PER_SECTION]
+        nearest = ranked[:MAX_OBSERVATIONS_PER_SECTION]
         total = sum(share for share, _ in nearest)
-        selection.weights.append({anchor: share / total for share, anchor in nearest})
+        selection.weights.append({observed: share / total for share, observed in nearest})
         selection.sources.update(selection.weights[-1])
     return selection
 
@@ -135,7 +140,7 @@ def are_shareable(distances: Sequence[float], max_entropy: float) -> bool:
     """True if some observed prompts are so much nearer than others that KV can be predicted.
 
     That is, whether the entropy of the similarity weights is low enough. There is one distance per
-    distinct text, because anchors with the same text do not discriminate. A single text is
+    distinct text, because observations with the same text do not discriminate. A single text is
     shareable only if it equals the prompt's.
     """
     if max_entropy in (0.0, 1.0):
@@ -159,25 +164,26 @@ def entropy(weights: Sequence[float]) -> float:
 
 def _distance_by_text(candidates: SectionCandidates, distances: Sequence[float]) -> list[float]:
     texts = [
-        a.template.sections[candidates.compared_section].text_digest for a in candidates.anchors
+        each.template.sections[candidates.compared_section].text_digest
+        for each in candidates.observations
     ]
     return list(dict(zip(texts, distances, strict=True)).values())
 
 
-def _heaviest(ranked: Sequence[tuple[float, Anchor]]) -> Iterator[Anchor]:
+def _heaviest(ranked: Sequence[tuple[float, Observation]]) -> Iterator[Observation]:
     total = 0.0
-    for share, anchor in ranked:
+    for share, observed in ranked:
         if total >= USED_WEIGHT_SHARE:
             return
         total += share
-        yield anchor
+        yield observed
 
 
 def _exact_tokens(template: PromptTemplate, found: Sequence[SectionCandidates]) -> int:
     """Length in tokens of the prompt prefix whose loaded KV is exact, not predicted.
 
     The first section is always exact, because nothing precedes it. The following sections are exact
-    as long as an anchor has the same texts.
+    as long as an observation has the same texts.
     """
     exact = 0
     for index, candidates in enumerate(found):
@@ -187,14 +193,14 @@ def _exact_tokens(template: PromptTemplate, found: Sequence[SectionCandidates]) 
     return exact
 
 
-def _has_section(anchor: Anchor, index: int, num_tokens: int) -> bool:
-    there = anchor.template.sections
-    return index < len(there) and there[index].num_tokens >= num_tokens
+def _has_section(observed: Observation, index: int, num_tokens: int) -> bool:
+    sections = observed.template.sections
+    return index < len(sections) and sections[index].num_tokens >= num_tokens
 
 
-def _has_same_text(anchor: Anchor, index: int, text_digest: bytes) -> bool:
-    there = anchor.template.sections
-    return index < len(there) and there[index].text_digest == text_digest
+def _has_same_text(observed: Observation, index: int, text_digest: bytes) -> bool:
+    sections = observed.template.sections
+    return index < len(sections) and sections[index].text_digest == text_digest
 
 
 class DistanceCache:
@@ -204,8 +210,8 @@ class DistanceCache:
     loop.
     """
 
-    def __init__(self, cache: SpanCache) -> None:
-        self._spans = cache
+    def __init__(self, index: SpanIndex) -> None:
+        self._index = index
         self._distances: OrderedDict[tuple[str | None, str | None], float] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="text-distances")
 
@@ -230,7 +236,8 @@ class DistanceCache:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _compute(self, pairs: Sequence[Pair]) -> list[float]:
-        view, kv_format, is_cancelled = self._spans.view, self._spans.kv_format, threading.Event()
+        view, kv_format = self._index.store.arena.view, self._index.kv_format
+        is_cancelled = threading.Event()
 
         def compare() -> list[float]:
             return [distance(view, kv_format, *pair) for pair in pairs if not is_cancelled.is_set()]
@@ -251,7 +258,7 @@ def distance(view: memoryview, kv_format: KvFormat, text: ExportSlot, other: Exp
     """Euclidean distance between the value tensors of two texts that were each prefilled alone.
 
     Compares all layers, heads and channels, over the tokens of `text`. The tensors are read from
-    the span cache's arena, where both must be pinned. One layer at a time is held in float32.
+    the arena, where both must be pinned. One layer at a time is held in float32.
     """
     total = 0.0
     for layer in range(kv_format.num_layers):
@@ -264,7 +271,9 @@ def distance(view: memoryview, kv_format: KvFormat, text: ExportSlot, other: Exp
 
 def _values(view: memoryview, kv_format: KvFormat, slot: ExportSlot, layer: int) -> Floats:
     """Value tensor of one layer of cached KV in float32, [num_kv_heads, num_tokens, head_dim]."""
-    dtype = np.dtype("<u2" if kv_format.dtype == "bfloat16" else f"<f{ITEM_BYTES[kv_format.dtype]}")
+    dtype = np.dtype(
+        "<u2" if kv_format.dtype == "bfloat16" else f"<f{FLOAT_BYTES[CODES[kv_format.dtype]]}"
+    )
     shape = (kv_format.num_kv_heads, slot.num_tokens, kv_format.head_dim)
     count = kv_format.num_kv_heads * slot.num_tokens * kv_format.head_dim
     offset = slot.offset + (2 * layer + 1) * count * dtype.itemsize

@@ -1,4 +1,4 @@
-"""Handle of exported prompt KV, the lease on it, and the pins of its downloads.
+"""Handle of exported prompt KV, the entry that it reads, its lease, and the pins of its downloads.
 
 A lease is a duration measured by the server's monotonic clock; clocks of different hosts are never
 compared. It can be renewed up to a maximum lifetime. It is never shortened, and never revived once
@@ -6,9 +6,12 @@ it has ended. Until it starts it does not expire, because its caller does not ha
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from service.config.prompt_kv import KvSettings
-from service.prompt_kv.slots import Slot, SlotTable
+from service.kv.arena import PAGE_BYTES
+from service.kv.handles.file_layout import Layout
+from service.kv.store import Entry, KvStore
 
 MAX_LEASES = 60
 """Longest lifetime of a handle, in leases of the maximum duration.
@@ -17,17 +20,31 @@ A caller that hangs while it renews its lease does not keep the memory for ever.
 """
 
 
-class Handle:
-    """Handle by which one API key reads the prompt KV of one slot, with the lease on it.
+@dataclass(slots=True, kw_only=True, eq=False)
+class PromptEntry(Entry):
+    """KV file of one prompt, which groups of one owner with this prompt share."""
 
-    Groups that share a slot have separate handles.
+    owner: str
+    layout: Layout
+    etag: str = ""
+    num_handles: int = 0
+
+    @property
+    def file_offset(self) -> int:
+        return self.extent.start + PAGE_BYTES
+
+
+class Handle:
+    """Handle by which one API key reads one entry, with the lease on it.
+
+    Groups that share an entry have separate handles.
     """
 
     def __init__(
         self,
         handle_id: str,
         owner: str,
-        slot: Slot,
+        entry: PromptEntry,
         lease_seconds: float,
         *,
         settings: KvSettings,
@@ -36,7 +53,7 @@ class Handle:
     ) -> None:
         self.id = handle_id
         self.owner = owner
-        self.slot = slot
+        self.entry = entry
         self._settings = settings
         self._max_leases = max_leases
         self._clock = clock
@@ -97,17 +114,18 @@ class Handle:
 
 
 class DownloadPin:
-    """Pin of one download, which keeps a slot's bytes unchanged until the lease ends.
+    """Pin of one download, which keeps an entry's bytes unchanged until the lease ends.
 
     Renewals of the lease extend it. After a release of the handle the last deadline still applies,
     so a download in progress can complete. Call `sweep` before each read of the bytes.
     """
 
-    def __init__(self, handle: Handle, slots: SlotTable) -> None:
+    def __init__(self, handle: Handle, store: KvStore) -> None:
+        assert handle.entry.is_committed, "only committed entries are read"
         self._handle = handle
-        self._slots = slots
+        self._store = store
         self.is_open = True
-        slots.pin(handle.slot)
+        store.pin(handle.entry)
 
     def sweep(self) -> None:
         """Release the pin if the lease's deadline has passed."""
@@ -118,4 +136,4 @@ class DownloadPin:
         """Release the pin; further calls have no effect."""
         if self.is_open:
             self.is_open = False
-            self._slots.unpin(self._handle.slot)
+            self._store.unpin(self._handle.entry)

@@ -11,12 +11,7 @@ from itertools import groupby
 
 import numpy as np
 
-from coppice.wire.kv_reuse import KvReuse
 from coppice.wire.rollouts import PromptSpan
-
-DEFAULT_RECOMPUTE_TOKENS = 16
-DEFAULT_MAX_ENTROPY = 0.3
-REUSE_OFF = KvReuse(mode="off")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Byte layout of a KV slot: status words, then a safetensors file with a page-aligned header.
+"""Byte layout of a prompt entry: status words, then a safetensors file with a page-aligned header.
 
     words     one page: an `ExportStatus` per rank, written by the engine; not part of the file
     header    8 bytes of length, then JSON, padded with spaces to whole pages
@@ -7,7 +7,7 @@
 If layers have different shapes or sliding windows, layers of one kind are adjacent. A layer with a
 window has only the last tokens.
 
-The header has the same length in every slot of a server: a slot is reserved before the checksums
+The header has the same length in every entry of a server: an entry is reserved before the checksums
 are known, and the weights version may change while a prompt is queued.
 
 Checksums are valid for every transport. They detect torn reads and reused memory, not forgery. xxh3
@@ -26,7 +26,8 @@ import xxhash
 from coppice.safetensors_io import CODES, FLOAT_BYTES, TensorEntry, header_of
 from coppice.wire.kv import KvLayerShape
 from engine.types.kv import KvFormat
-from service.prompt_kv.arena import PAGE_BYTES, round_up_to_pages
+from service.kv.arena import round_up_to_pages
+from service.kv.store import data_bytes
 
 NO_CHECKSUM = "0" * 16
 LONGEST_VERSION = "v" * 64
@@ -57,17 +58,11 @@ class Layout:
 
     @property
     def data_bytes(self) -> int:
-        item_bytes = FLOAT_BYTES[CODES[self.format.dtype]]
-        layers = range(self.format.num_layers)
-        return sum(2 * item_bytes * math.prod(self.shape(layer)) for layer in layers)
+        return data_bytes(self.format, self.num_tokens)
 
     @property
     def file_bytes(self) -> int:
         return self.header_bytes + self.data_bytes
-
-    @property
-    def slot_bytes(self) -> int:
-        return round_up_to_pages(PAGE_BYTES + self.file_bytes)
 
     def tensors(self) -> Iterator[TensorEntry]:
         """Tensors in order; their offsets are relative to the start of the first one."""

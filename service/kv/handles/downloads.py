@@ -15,9 +15,9 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from service.errors import Overloaded, QuotaExceeded, RangeNotSatisfiable
+from service.kv.handles.handle import Handle
+from service.kv.handles.manager import PromptKvManager
 from service.observability.kv_metrics import PromptKvMetrics
-from service.prompt_kv.handle import Handle
-from service.prompt_kv.manager import PromptKvManager
 
 _SINGLE_RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")
 MEDIA_TYPE = "application/octet-stream"
@@ -103,7 +103,7 @@ class KvDownloads:
 class KvDataResponse(StreamingResponse):
     """HTTP response with prompt KV that looks up the handle only when the response is sent.
 
-    There is no await between the lookup and the pin of the slot. Exceptions of the lookup become
+    There is no await between the lookup and the pin of the entry. Exceptions of the lookup become
     problem documents.
     """
 
@@ -138,7 +138,7 @@ class KvDataResponse(StreamingResponse):
             await super().__call__(scope, receive, send)
 
     def _select_range(self, handle: Handle) -> RangeSelection:
-        file, etag = self._prompt_kv.file(handle), handle.slot.etag
+        file, etag = self._prompt_kv.file(handle), handle.entry.etag
         headers = {"Accept-Ranges": "bytes", "ETag": etag}
         byte_range = requested_range(self._range, self._if_range, etag, len(file))
         if byte_range is None:

@@ -1,4 +1,4 @@
-"""Anchor selection: weights by distance, and the conditions under which none qualifies."""
+"""Observation selection: weights by distance, and the conditions under which none qualifies."""
 
 import math
 from collections.abc import Sequence
@@ -11,60 +11,63 @@ from hypothesis import strategies as st
 
 from coppice.wire.rollouts import PromptSpan
 from engine.types.kv import ExportSlot, KvFormat
-from service.kv_reuse.observed_prompt_selection import (
-    MAX_ANCHORS_PER_SECTION,
-    AnchorSelection,
+from service.kv.arena import Extent
+from service.kv.spans.index import SpanEntry, SpanKey
+from service.kv.spans.observation_selection import (
+    MAX_OBSERVATIONS_PER_SECTION,
+    ObservationSelection,
     are_shareable,
     distance,
     entropy,
     find_candidates,
     pairs_to_compare,
-    select_anchors,
+    select_observations,
     similarity_weights,
 )
-from service.kv_reuse.observed_prompts import Anchor, AnchorContext
-from service.kv_reuse.prediction import load_pieces
-from service.kv_reuse.prompt_sections import joined, template_of
-from service.kv_reuse.span_cache import CacheEntry, EntryKey
-from service.prompt_kv.arena import Extent
-from tests.service.kv_reuse.anchor_pool import SCOPE, prompt_of
+from service.kv.spans.observations import Observation, PromptContext
+from service.kv.spans.prediction import load_pieces
+from service.kv.spans.prompt_template import joined, template_of
+from tests.service.kv_reuse.observation_pool import SCOPE, prompt_of
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 FARS = st.lists(st.floats(0, 1e6), min_size=1, max_size=20)
 
 
-def cache_entry(num_tokens: int = 1000) -> CacheEntry:
+def cache_entry(num_tokens: int = 1000) -> SpanEntry:
     slot = ExportSlot(arena=Path("/a"), offset=0, status_offset=0, num_tokens=num_tokens)
-    return CacheEntry(slot=slot, extent=Extent(0, 0), key=EntryKey(SCOPE, 0, "", b""))
+    return SpanEntry(slot=slot, extent=Extent(0, 0), key=SpanKey(SCOPE, 0, "", b""))
 
 
-def anchor_of(parts: list[PromptSpan]) -> Anchor:
+def observation_of(parts: list[PromptSpan]) -> Observation:
     template = template_of(parts)
     bases = {
         i: cache_entry(s.num_tokens)
         for i, s in enumerate(template.sections)
         if s.cache_key is not None
     }
-    context = AnchorContext(SCOPE, 0, template.context)
-    return Anchor(
+    context = PromptContext(SCOPE, 0, template.context)
+    return Observation(
         context=context, template=template, real=cache_entry(template.num_tokens), bases=bases
     )
 
 
 def chosen(
-    parts: list[PromptSpan], anchors: list[Anchor], far: list[float], max_entropy: float = 0.3
-) -> AnchorSelection | None:
-    """The selection of anchors. `far` are the anchors' distances, for every span."""
+    parts: list[PromptSpan],
+    observations: list[Observation],
+    far: list[float],
+    max_entropy: float = 0.3,
+) -> ObservationSelection | None:
+    """The selection of observations. `far` are the observations' distances, for every span."""
     template = template_of(parts)
-    found = find_candidates(template, anchors)
+    found = find_candidates(template, observations)
     assert found is not None
-    by_anchor = dict(zip(anchors, far, strict=True))
-    distances = {(i, a): by_anchor[a] for i, a in pairs_to_compare(template, found)}
-    return select_anchors(template, found, distances, max_entropy)
+    by_observation = dict(zip(observations, far, strict=True))
+    distances = {(i, a): by_observation[a] for i, a in pairs_to_compare(template, found)}
+    return select_observations(template, found, distances, max_entropy)
 
 
 @given(FARS)
-def test_nearest_anchor_weighs_most_and_weights_sum_to_one(far: list[float]) -> None:
+def test_nearest_observation_weighs_most_and_weights_sum_to_one(far: list[float]) -> None:
     near = similarity_weights(far)
     assert sum(near) == pytest.approx(1)
     assert near[far.index(min(far))] == max(near)
@@ -91,72 +94,80 @@ def test_entropy_matches_a_direct_computation() -> None:
         ([0.0], 0.3, True),
     ],
 )
-def test_anchors_are_shareable_where_some_are_nearer(
+def test_observations_are_shareable_where_some_are_nearer(
     far: list[float], max_entropy: float, is_shareable: bool
 ) -> None:
     assert are_shareable(far, max_entropy) == is_shareable
 
 
-def test_too_few_long_enough_anchors_give_none() -> None:
-    long, short = anchor_of(prompt_of(5, 6)), anchor_of(prompt_of(7, 8, length=59))
+def test_too_few_long_enough_observations_give_none() -> None:
+    long, short = observation_of(prompt_of(5, 6)), observation_of(prompt_of(7, 8, length=59))
     template = template_of(prompt_of(1, 2))
     assert find_candidates(template, []) is None
     assert find_candidates(template, [long]) is None
     assert find_candidates(template, [long, short]) is None
-    assert find_candidates(template, [long, short, anchor_of(prompt_of(9, 9))]) is not None
+    assert find_candidates(template, [long, short, observation_of(prompt_of(9, 9))]) is not None
 
 
-def test_one_anchor_of_the_same_texts_suffices_with_full_weight() -> None:
-    anchor = anchor_of(prompt_of(5, 6))
-    choice = chosen(prompt_of(5, 6), [anchor], [0.0], max_entropy=0.0)
+def test_one_observation_of_the_same_texts_suffices_with_full_weight() -> None:
+    observed = observation_of(prompt_of(5, 6))
+    choice = chosen(prompt_of(5, 6), [observed], [0.0], max_entropy=0.0)
     assert choice is not None
-    assert choice.weights == [{}] * 4 and choice.used == {anchor}
+    assert choice.weights == [{}] * 4 and choice.used == {observed}
     assert choice.exact_tokens == len(joined(prompt_of(5, 6))) - 1
 
 
 def test_differing_texts_are_predicted_after_equal_ones() -> None:
-    anchors = [anchor_of(prompt_of(5, 6)), anchor_of(prompt_of(5, 7)), anchor_of(prompt_of(8, 9))]
-    choice = chosen(prompt_of(5, 1), anchors, [1.0, 20.0, 30.0])
+    observations = [
+        observation_of(prompt_of(5, 6)),
+        observation_of(prompt_of(5, 7)),
+        observation_of(prompt_of(8, 9)),
+    ]
+    choice = chosen(prompt_of(5, 1), observations, [1.0, 20.0, 30.0])
     assert choice is not None
     assert choice.exact_tokens == 100
     own, same, text, last = choice.weights
     assert (own, same) == ({}, {})
-    assert list(text) == list(last) == anchors
-    assert text[anchors[0]] == pytest.approx(1) and sum(text.values()) == pytest.approx(1)
-    assert choice.used == {anchors[0], anchors[1]}, "the second is the newest that begins alike"
-    assert choice.sources == set(anchors)
+    assert list(text) == list(last) == observations
+    assert text[observations[0]] == pytest.approx(1) and sum(text.values()) == pytest.approx(1)
+    assert choice.used == {observations[0], observations[1]}, (
+        "the second is the newest that begins alike"
+    )
+    assert choice.sources == set(observations)
 
 
-def test_nearest_few_anchors_are_selected() -> None:
-    anchors = [anchor_of(prompt_of(5 + i)) for i in range(MAX_ANCHORS_PER_SECTION + 3)]
-    far = [float(len(anchors) - i) for i in range(len(anchors))]
-    choice = chosen(prompt_of(99), anchors, far, max_entropy=1.0)
+def test_nearest_few_observations_are_selected() -> None:
+    observations = [
+        observation_of(prompt_of(5 + i)) for i in range(MAX_OBSERVATIONS_PER_SECTION + 3)
+    ]
+    far = [float(len(observations) - i) for i in range(len(observations))]
+    choice = chosen(prompt_of(99), observations, far, max_entropy=1.0)
     assert choice is not None
-    assert set(choice.weights[1]) == set(anchors[-MAX_ANCHORS_PER_SECTION:])
+    assert set(choice.weights[1]) == set(observations[-MAX_OBSERVATIONS_PER_SECTION:])
     assert sum(choice.weights[1].values()) == pytest.approx(1)
-    assert anchors[-1] in choice.used and anchors[0] not in choice.used
+    assert observations[-1] in choice.used and observations[0] not in choice.used
 
 
-def test_text_common_to_all_anchors_does_not_distinguish_them() -> None:
+def test_text_common_to_all_observations_does_not_distinguish_them() -> None:
     """As for a constant question after texts that change."""
-    anchors = [anchor_of(prompt_of(5, 9)), anchor_of(prompt_of(6, 9))]
+    observations = [observation_of(prompt_of(5, 9)), observation_of(prompt_of(6, 9))]
     template = template_of(prompt_of(7, 9))
-    found = find_candidates(template, anchors)
+    found = find_candidates(template, observations)
     assert found is not None
-    first, second = anchors
+    first, second = observations
     distances = {(1, first): 1.0, (1, second): 30.0, (2, first): 0.0, (2, second): 0.0}
-    choice = select_anchors(template, found, distances, 0.3)
+    choice = select_observations(template, found, distances, 0.3)
     assert choice is not None
     assert choice.weights[2] == {first: 0.5, second: 0.5}
 
 
 def test_pieces_cover_all_tokens_except_the_last() -> None:
-    anchors = [anchor_of(prompt_of(5, 6)), anchor_of(prompt_of(8, 9, length=63))]
+    observations = [observation_of(prompt_of(5, 6)), observation_of(prompt_of(8, 9, length=63))]
     parts = prompt_of(1, 2)
     template = template_of(parts)
-    found = find_candidates(template, anchors)
+    found = find_candidates(template, observations)
     assert found is not None
-    choice = select_anchors(
+    choice = select_observations(
         template, found, dict.fromkeys(pairs_to_compare(template, found), 1.0), 1.0
     )
     assert choice is not None
@@ -196,15 +207,15 @@ def test_pieces_tile_the_loaded_range_and_stay_within_their_sources(
         three = st.tuples(*[st.integers(1, 6)] * 3)
         return written(kinds, data.draw(three), data.draw(three))
 
-    anchors = [anchor_of(drawn()) for _ in range(data.draw(st.integers(0, 4)))]
+    observations = [observation_of(drawn()) for _ in range(data.draw(st.integers(0, 4)))]
     parts = drawn()
     template = template_of(parts)
-    anchors = [a for a in anchors if a.template.context == template.context]
-    found = find_candidates(template, anchors)
+    observations = [a for a in observations if a.template.context == template.context]
+    found = find_candidates(template, observations)
     if found is None or template.num_template_sections == 0:
         return
     far = {pair: data.draw(st.floats(0, 100)) for pair in pairs_to_compare(template, found)}
-    choice = select_anchors(template, found, far, 1.0)
+    choice = select_observations(template, found, far, 1.0)
     assert choice is not None
     bases = {
         i: cache_entry(s.num_tokens)

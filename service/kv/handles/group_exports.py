@@ -1,7 +1,7 @@
 """KV exports of one group: the KV of its prompt and, in a tree, of the paths that are continued.
 
 A group's export ends with a handle, whose lease starts once the rollout has ended:
-`GroupKvExports` -> `Export` -> `Handle`, which holds a `Slot` of the arena.
+`GroupKvExports` -> `Export` -> `Handle`, which reads an entry of the store.
 """
 
 import asyncio
@@ -12,8 +12,8 @@ from typing import NamedTuple
 from coppice.wire.kv import KvHandle, KvReason
 from coppice.wire.rollouts import GroupAnswer
 from engine.types.kv import ExportSlot
-from service.prompt_kv.exports import Export
-from service.prompt_kv.manager import PromptKvManager
+from service.kv.handles.exports import Export
+from service.kv.handles.manager import PromptKvManager
 
 
 class KvState(NamedTuple):
@@ -89,17 +89,17 @@ class GroupKvExports:
         export = self._prompt_kv.begin(self._owner, token_ids, self._lease_seconds)
         self._exports[segment] = export
         self._tasks.create_task(self._report_when_ended(segment, export))
-        return export.export_slot
+        return export.slot
 
     @property
     def prompt_slot(self) -> ExportSlot | None:
-        return self._exports[None].export_slot
+        return self._exports[None].slot
 
     def on_writer_ended(self, segment: str | None) -> None:
         """Finish an export after the request that writes it has left the engine."""
         export = self._exports.get(segment)
         if export is not None and export.is_writer and not export.ended.is_set():
-            self._tasks.create_task(self._prompt_kv.finish(export))
+            self._tasks.create_task(self._prompt_kv.exports.finish(export))
 
     def drop(self, segments: Iterable[str]) -> None:
         """Release the KV handles of tree paths that were dropped, so nobody will read them.
@@ -116,17 +116,17 @@ class GroupKvExports:
     async def finish(self) -> None:
         """Finish all exports of the group, after all its requests have left the engine.
 
-        Exports that write are finished first, because other exports may share their slots.
+        Exports that write are finished first, because other exports may share their entries.
         """
         for writes in (True, False):
             exports = [e for e in self._exports.values() if e.is_writer is writes]
             pending = [export for export in exports if not export.ended.is_set()]
-            await asyncio.gather(*map(self._prompt_kv.finish, pending))
+            await asyncio.gather(*map(self._prompt_kv.exports.finish, pending))
 
     def abandon(self) -> None:
         """End all exports of the group early, because the group was aborted."""
         for export in self._exports.values():
-            self._prompt_kv.abandon(export)
+            self._prompt_kv.exports.abandon(export)
 
     def start_leases(self) -> None:
         """Start the leases of all handles, once the rollout has ended and its caller gets them."""

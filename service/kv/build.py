@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from engine.protocol import Engine
 from service.cluster.build import Cluster
 from service.config.prompt_kv import KvSettings
-from service.kv_reuse.manager import KvReuseManager
+from service.kv.handles.downloads import KvDownloads
+from service.kv.handles.manager import PromptKvManager
+from service.kv.spans.manager import KvReuseManager
 from service.observability.kv_metrics import PromptKvMetrics
-from service.prompt_kv.http_transfer import KvDownloads
-from service.prompt_kv.manager import PromptKvManager
 from service.versions import Versions
 
 

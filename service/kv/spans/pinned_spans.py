@@ -1,12 +1,11 @@
-"""Lease that pins the cached prompt spans of one group, and has missing spans written.
+"""Prompt spans whose entries are pinned for one group, which has missing spans written.
 
-A span that is not cached is prefilled alone, from position 0 on. All spans are pinned until the
-lease is released.
+A span that is not cached is prefilled alone, from position 0 on.
 """
 
 import asyncio
 import uuid
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -15,9 +14,9 @@ from coppice.wire.rollouts import PromptSpan
 from engine.protocol.generation import Generation
 from engine.types.kv import ExportSlot, KvLoad
 from engine.types.samples import Completion, SampleRequest, Sampling
-from service.kv_reuse.prompt_sections import Scope
-from service.kv_reuse.span_cache import CacheEntry, SpanCache
-from service.prompt_kv.prompt_source import GroupMonitor
+from service.kv.prompt_source import GroupMonitor
+from service.kv.spans.index import SpanEntry, SpanIndex
+from service.kv.spans.prompt_template import Scope
 
 T = TypeVar("T")
 PREFILL_ONLY = Sampling(max_tokens=1, temperature=0.0)
@@ -32,85 +31,89 @@ class ReuseFailed(Exception):
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class SpanLease:
-    """Span-cache entries that are pinned for one group until `release`.
+class PinnedSpans:
+    """Entries of spans, and of observed prompts, that are pinned for one group until `release`.
 
-    `num_prepared` counts the tokens of spans prefilled alone for this lease, `round_trips` the
+    `num_prepared` counts the tokens of spans prefilled alone for this group, `round_trips` the
     batches of such prefills.
     """
 
-    cache: SpanCache
+    index: SpanIndex
     scope: Scope
     priority: int
     num_prepared: int = 0
     round_trips: int = 0
-    _entries: dict[int, CacheEntry] = field(default_factory=dict)
-    _pinned: list[CacheEntry] = field(default_factory=list)
-    _unwritten: dict[int, tuple[PromptSpan, CacheEntry]] = field(default_factory=dict)
+    _pinned: list[SpanEntry] = field(default_factory=list)
+    _unwritten: dict[SpanEntry, PromptSpan] = field(default_factory=dict)
 
-    def acquire(self, spans: Mapping[int, PromptSpan]) -> dict[int, CacheEntry]:
-        """Pin or reserve the cache entries of `spans`; returns them under the same indices.
+    def acquire(self, spans: Mapping[int, PromptSpan]) -> dict[int, SpanEntry]:
+        """Pin or reserve the entries of `spans`; returns them under the same indices.
 
-        Entries may still have to be written, by this lease or by another one.
+        Entries may still have to be written, for this group or for another one.
         """
+        entries = {}
         for index in sorted(spans):
-            entry_and_ownership = self.cache.get_or_reserve(self.scope, spans[index])
-            if entry_and_ownership is None:
+            found = self.index.get_or_reserve(self.scope, spans[index])
+            if found is None:
                 raise ReuseFailed("cache_full")
-            cached, must_write = entry_and_ownership
-            self._entries[index] = cached
-            self._pinned.append(cached)
+            entries[index], must_write = found
+            self._pinned.append(entries[index])
             if must_write:
-                self._unwritten[id(cached)] = spans[index], cached
-        return self._entries
+                self._unwritten[entries[index]] = spans[index]
+        return entries
 
-    def pin(self, cached: CacheEntry) -> None:
-        """Add an entry to the lease and pin it once more; another user must have it pinned."""
-        assert cached.pins > 0, "the entry is not pinned"
-        cached.pins += 1
-        self._pinned.append(cached)
+    def pin(self, entry: SpanEntry) -> None:
+        """Pin an entry once more, which another user has pinned."""
+        assert entry.pins > 0, "the entry is not pinned"
+        self.index.store.pin(entry)
+        self._pinned.append(entry)
 
-    def write_requests(self) -> list[tuple[SampleRequest, CacheEntry]]:
-        """Engine requests that prefill each missing span alone and write it to the span cache."""
+    def write_requests(self) -> list[tuple[SampleRequest, SpanEntry]]:
+        """Engine requests that prefill each missing span alone and write it."""
         return [
-            (self.request(list(span.token_ids), export=cached.slot), cached)
-            for span, cached in self._unwritten.values()
+            (self.request(list(span.token_ids), export=entry.slot), entry)
+            for entry, span in self._unwritten.items()
         ]
 
     async def write(self, engine: Generation, monitor: GroupMonitor) -> None:
-        """Have missing spans written, and wait for the spans that other leases have written.
+        """Have missing spans written, and wait for the spans that other groups have written.
 
         Raises ReuseFailed if a span cannot be written.
         """
         if self._unwritten:
-            await self._write(engine, monitor, self.write_requests())
-        for cached in self._entries.values():
-            await cancel_on_end(monitor, cached.ended.wait())
-            if not cached.is_written:
+            await self._write(engine, monitor)
+        for entry in self._pinned:
+            await cancel_on_end(monitor, entry.ended.wait())
+            if not entry.is_committed:
                 raise ReuseFailed("not_written")
 
     async def on_completed(
-        self, cached: CacheEntry, request: SampleRequest, done: Completion
+        self, entry: SpanEntry, request: SampleRequest, done: Completion
     ) -> bool:
         """Record the end of the request that writes an entry; returns whether it is written."""
         if done.finish in ("stop", "length"):
             self.num_prepared += len(request.prompt_token_ids) - done.num_cached_tokens
-        is_written = await self.cache.finish_write(cached)
-        self._unwritten.pop(id(cached), None)
+        is_written = await self.index.finish_write(entry)
+        self._unwritten.pop(entry, None)
         return is_written
 
     def forget(self) -> None:
-        for cached in self._pinned:
-            self.cache.forget(cached)
+        for entry in self._pinned:
+            self.index.evict(entry)
 
     def release(self, *, settled: bool) -> None:
-        for cached in self._pinned:
-            if self._unwritten.pop(id(cached), None) is not None:
-                self.cache.abandon(cached)
+        """Unpin all entries, at once if `settled`, else after a flush of the engine's exports.
+
+        If it is `settled`, the engine no longer writes or reads them for this group.
+        """
+        store = self.index.store
+        unpin = store.unpin if settled else store.unpin_after_flush
+        for entry in self._pinned:
+            if self._unwritten.pop(entry, None) is not None:
+                self.index.abandon(entry)
             else:
-                self.cache.unpin(cached, settled=settled)
+                unpin(entry)
         self._pinned.clear()
-        self._entries.clear()
 
     def request(
         self, prompt: list[int], *, export: ExportSlot | None = None, load: KvLoad | None = None
@@ -126,13 +129,9 @@ class SpanLease:
             load=load,
         )
 
-    async def _write(
-        self,
-        engine: Generation,
-        monitor: GroupMonitor,
-        write_requests: Sequence[tuple[SampleRequest, CacheEntry]],
-    ) -> None:
+    async def _write(self, engine: Generation, monitor: GroupMonitor) -> None:
         self.round_trips += 1
+        write_requests = self.write_requests()
         requests = [request for request, _ in write_requests]
         for request in requests:
             monitor.on_submitted(request.id)
@@ -145,8 +144,8 @@ class SpanLease:
             monitor.on_finished(request.id)
         if any(completion.finish in ("abort", "error") for completion in done):
             raise ReuseFailed("not_written")
-        for (request, cached), completion in zip(write_requests, done, strict=True):
-            if not await self.on_completed(cached, request, completion):
+        for (request, entry), completion in zip(write_requests, done, strict=True):
+            if not await self.on_completed(entry, request, completion):
                 raise ReuseFailed("not_written")
 
 
