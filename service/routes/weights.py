@@ -46,7 +46,7 @@ from service.http.responses import (
 )
 from service.routes.dependencies import AnyServer, ReadyServer, UploadedFile
 from service.versions import Version
-from service.weights.replication import announcer
+from service.weights.replication import manifests
 
 router = APIRouter(prefix="/v1/weights")
 files = APIRouter(prefix="/v1/weights")
@@ -205,7 +205,7 @@ def _path(version: Version | None, name: str) -> Path | None:
         return None
     if name in version.digests:
         return version.path / name
-    if name == announcer.DELTA and version.delta_sha256 is not None:
+    if name == manifests.DELTA and version.delta_sha256 is not None:
         return version.path / DELTA
     return None
 

@@ -1,4 +1,4 @@
-"""Download of a weights version: from a shared directory, or from a replica that holds its files.
+"""Downloads of weights versions from shared directories, or from replicas that hold their files.
 
 Files are handled as uploads: streamed to disk, hashed, compared with the manifest's digest and
 checked against the model. The version is then staged, or its files are deleted. The source
@@ -10,26 +10,28 @@ import logging
 import random
 import re
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 
 import httpx
 
 from coppice.weights.checkpoint_files import SINGLE_FILE
 from service.checkpoint_store import CheckpointStore, validate_file_name
+from service.cluster.membership import ClusterMembership
 from service.cluster.registry import Manifest, ManifestFile, Replica
+from service.cluster.replica_status import ReplicaStatus
 from service.config.allowed_peers import Peers
 from service.config.settings import WeightsSettings
-from service.errors import DigestMismatch, ServiceError, WeightsRefused
+from service.errors import DigestMismatch, ServiceError, VersionConflict, WeightsRefused
 from service.http.params import label
 from service.observability.metrics import WeightMetrics
-from service.versions import Version
-from service.weights.replication.announcer import CHANGED_FILES, digest_header, same_files
+from service.weights.replication.manifests import CHANGED_FILES, digest_header, same_files
 from service.weights.stager import WeightStager
 
 CONNECT_TIMEOUT_SECONDS = 5.0
 READ_TIMEOUT_SECONDS = 30.0
 BLOCK_BYTES = 2**20  # minimum progress per READ_TIMEOUT_SECONDS
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+FailureReason = str | None
 
 log = logging.getLogger(__name__)
 
@@ -38,46 +40,96 @@ class DownloadFailed(Exception):
     """Download of a version failed, perhaps temporarily. The message contains no addresses."""
 
 
-class WeightsDownloader:
-    """Downloads weights versions from shared directories or other replicas, and stages them."""
+class Downloads:
+    """Downloads of published versions in background tasks, one per version; each is then staged.
+
+    A peer can be slow or stall until its timeout. Separate tasks keep that from delaying other
+    downloads, and the announcement and activation of versions that are already here. After a
+    failure, the complete files of a sharded version remain, and the next attempt adds the others;
+    nothing else remains.
+    """
 
     def __init__(
         self,
+        cluster: ClusterMembership,
         stager: WeightStager,
         checkpoints: CheckpointStore,
+        replica_status: ReplicaStatus,
         settings: WeightsSettings,
         metrics: WeightMetrics,
     ) -> None:
+        self._cluster = cluster
         self._stager = stager
         self._checkpoints = checkpoints
+        self._replica_status = replica_status
         self._peers = Peers(settings.peers, settings.peer_key_file)
         self._max_file_bytes = settings.max_upload_bytes
         self._fetches = metrics.fetches
+        self._tasks: dict[str, asyncio.Task[FailureReason]] = {}
 
-    async def download(self, manifest: Manifest, replicas: Sequence[Replica]) -> Version:
-        """Download a version as described by its manifest, and stage it; raises DownloadFailed.
+    @property
+    def in_progress(self) -> set[str]:
+        return set(self._tasks)
 
-        After a failure, the complete files of a sharded version remain, and the next attempt adds
-        the others; nothing else remains.
-        """
+    async def close(self) -> None:
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def wait_for(self, manifest: Manifest, seconds: float) -> None:
+        """Download a version, or wait for its download; VersionConflict on failure."""
+        task = self.start(manifest)
+        await asyncio.wait({task}, timeout=seconds)
+        if not task.done() or task.cancelled():
+            raise VersionConflict("this replica could not fetch the version in time")
+        if (failure := task.result()) is not None:
+            raise fetch_failed(failure)
+
+    def start(self, manifest: Manifest) -> asyncio.Task[FailureReason]:
+        """Start the download of a version unless it is in progress; returns its task."""
+        name = manifest.version
+        if name not in self._tasks:
+            task = asyncio.create_task(self._fetch(manifest), name=f"fetch-{name}")
+            self._tasks[name] = task
+            task.add_done_callback(lambda _: self._tasks.pop(name))
+        return self._tasks[name]
+
+    async def _fetch(self, manifest: Manifest) -> FailureReason:
+        """Download a version and record the outcome; any exception counts as a failure."""
+        failure: FailureReason = None
         try:
-            _check(manifest, self._max_file_bytes)
-            return await self._download(manifest, replicas)
+            self._check(manifest)
+            await self._download(manifest)
         except (ServiceError, DownloadFailed) as error:
             self._fetches.labels("failed").inc()
-            raise DownloadFailed(str(error)) from error
+            failure = str(error)
+        except Exception:
+            log.exception("fetching %s failed", manifest.version)
+            failure = "internal error"
+        if failure is None:
+            self._replica_status.on_success(manifest.version)
+            self._cluster.start_fast_heartbeats()
+        else:
+            self._replica_status.on_failure(manifest.version, failure)
+            self._cluster.request_heartbeat()
+        return failure
 
-    async def _download(self, manifest: Manifest, replicas: Sequence[Replica]) -> Version:
+    def _check(self, manifest: Manifest) -> None:
+        """Validate the names, digests and sizes in a manifest: the registry is untrusted."""
+        label(manifest.version)
+        for file in (*manifest.files, *([manifest.delta] if manifest.delta else [])):
+            validate_file_name(file.name)
+            if not _SHA256.fullmatch(file.sha256):
+                raise DownloadFailed("the manifest contains an invalid SHA-256")
+            if file.num_bytes > self._max_file_bytes:
+                raise DownloadFailed("a file is larger than weights.max_upload_bytes")
+
+    async def _download(self, manifest: Manifest) -> None:
         if manifest.path is not None:
             return await self._stage_from_path(manifest, manifest.path)
-        holders = [r for r in replicas if manifest.version in r.holds]
-        known = [r for r in holders if self._peers.allows(r.url)]
-        if not known:
-            allowed = " at an address that weights.peers allows" if holders else ""
-            raise DownloadFailed(f"no other replica{allowed} has the files")
-        random.shuffle(known)  # spread the downloads over the holders
         failure = DownloadFailed("")
-        for replica in known:
+        for replica in self._holders(manifest.version):
             try:
                 return await self._download_from(replica, manifest)
             except WeightsRefused:
@@ -89,17 +141,26 @@ class WeightsDownloader:
                 failure = DownloadFailed(f"from {replica.id}: {_error_text(error)}")
         raise failure
 
-    async def _stage_from_path(self, manifest: Manifest, path: str) -> Version:
-        resolved = self._checkpoints.resolve_allowed(path)
-        if not await asyncio.to_thread(same_files, manifest, resolved):
+    def _holders(self, version: str) -> list[Replica]:
+        """Other replicas that have the files of a version, in random order to spread the load."""
+        others = [r for r in self._cluster.view.replicas.values() if r.id != self._cluster.own_id]
+        holders = [replica for replica in others if version in replica.holds]
+        known = [replica for replica in holders if self._peers.allows(replica.url)]
+        if not known:
+            allowed = " at an address that weights.peers allows" if holders else ""
+            raise DownloadFailed(f"no other replica{allowed} has the files")
+        random.shuffle(known)
+        return known
+
+    async def _stage_from_path(self, manifest: Manifest, path: str) -> None:
+        if not await same_files(manifest, self._checkpoints.resolve_allowed(path)):
             raise DigestMismatch(CHANGED_FILES)
-        staged = await self._stager.stage_path(
+        await self._stager.stage_path(
             manifest.version, path, sequence=manifest.sequence, announced=True
         )
         self._fetches.labels("path").inc()
-        return staged
 
-    async def _download_from(self, replica: Replica, manifest: Manifest) -> Version:
+    async def _download_from(self, replica: Replica, manifest: Manifest) -> None:
         async with httpx.AsyncClient(
             base_url=replica.url.rstrip("/"),
             headers=self._peers.headers(),
@@ -112,13 +173,13 @@ class WeightsDownloader:
                     return await self._download_delta(peer, manifest, manifest.delta)
                 except (ServiceError, DownloadFailed) as error:
                     log.warning("download of the delta of %s failed: %s", manifest.version, error)
-            return await self._download_files(peer, manifest)
+            await self._download_files(peer, manifest)
 
     async def _download_delta(
         self, peer: httpx.AsyncClient, manifest: Manifest, delta: ManifestFile
-    ) -> Version:
+    ) -> None:
         assert manifest.base is not None, "checked by the caller"
-        version, _ = await self._stager.upload_delta(
+        await self._stager.upload_delta(
             manifest.version,
             manifest.base,
             _chunks(peer, manifest.version, delta),
@@ -127,11 +188,10 @@ class WeightsDownloader:
             announced=True,
         )
         self._fetches.labels("delta").inc()
-        return version
 
-    async def _download_files(self, peer: httpx.AsyncClient, manifest: Manifest) -> Version:
+    async def _download_files(self, peer: httpx.AsyncClient, manifest: Manifest) -> None:
         sharded = [file.name for file in manifest.files] != [SINGLE_FILE]
-        version = None
+        is_complete = False
         for file in manifest.files:
             version, _ = await self._stager.upload(
                 manifest.version,
@@ -142,27 +202,20 @@ class WeightsDownloader:
                 sharded=sharded,
                 announced=True,
             )
-        if version is None or version.state == "incomplete":
+            is_complete = version.state != "incomplete"
+        if not is_complete:
             raise DownloadFailed("the manifest does not list all files")
         self._fetches.labels("full").inc()
-        return version
+
+
+def fetch_failed(reason: str) -> VersionConflict:
+    return VersionConflict(f"this replica could not fetch the version: {reason}")
 
 
 def _error_text(error: Exception) -> str:
     """Text of a download error without addresses, as callers and other replicas can read it."""
     ours = isinstance(error, ServiceError | DownloadFailed)
     return str(error) if ours else type(error).__name__
-
-
-def _check(manifest: Manifest, max_file_bytes: int) -> None:
-    """Validate the names, digests and sizes in a manifest, as the cluster registry is untrusted."""
-    label(manifest.version)
-    for file in (*manifest.files, *([manifest.delta] if manifest.delta else [])):
-        validate_file_name(file.name)
-        if not _SHA256.fullmatch(file.sha256):
-            raise DownloadFailed("the manifest contains an invalid SHA-256")
-        if file.num_bytes > max_file_bytes:
-            raise DownloadFailed("a file is larger than weights.max_upload_bytes")
 
 
 async def _chunks(
