@@ -66,6 +66,11 @@ class Version:
     is_random: bool = False
     transfer: WeightTransfer | None = None
 
+    @property
+    def may_change(self) -> bool:
+        """True if its files are not the server's own, so that others may change them."""
+        return self.has_files and not self.owned
+
     def answer(self) -> VersionAnswer:
         return VersionAnswer(
             version=self.label,
@@ -108,7 +113,6 @@ class Versions:
         self._clock = clock
         self._activated_at = clock()
         self._versions = {first.label: first}
-        self._active = first.label
         self._with_files = first.label
         self._activating: str | None = None
         self._remote_sequences: dict[str, int] = {}
@@ -116,7 +120,7 @@ class Versions:
 
     @property
     def active(self) -> Version:
-        return self._versions[self._active]
+        return next(v for v in self._versions.values() if v.state == "active")
 
     @property
     def active_seconds(self) -> float:
@@ -254,8 +258,7 @@ class Versions:
         self._versions[label] = replace(self._versions[label], announced=announced)
 
     def activated(self, label: str) -> None:
-        self._versions[self._active] = replace(self.active, state="superseded")
-        self._active = label
+        self._versions[self.active.label] = replace(self.active, state="superseded")
         self._versions[label] = replace(self._versions[label], state="active")
         self._activated_at = self._clock()
         if self.active.has_files:
@@ -263,12 +266,12 @@ class Versions:
         self.epoch += 1
 
     def _admit_exact(self, label: str) -> str:
-        if label == self._active:
+        if label == self.active.label:
             return label
         sequence = self.sequence_of(label)
         if sequence is not None and sequence > self.active.sequence:
             raise _version_unavailable(label)
-        raise VersionSuperseded(f"{self._active!r} is active")
+        raise VersionSuperseded(f"{self.active.label!r} is active")
 
 
 def publish_again() -> VersionConflict:

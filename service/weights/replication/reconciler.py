@@ -200,7 +200,7 @@ class Reconciler:
         if target is None or not self._is_newer_target(target):
             return
         if self._order_of_request(target) is None:
-            order = self._activation.request(target.version, target.mode)
+            order = self._activation.idle_wait.request(target.version, target.mode)
             self._requested_target = target.id, order
 
     def _order_of_request(self, target: ActivationTarget) -> int | None:
@@ -214,7 +214,7 @@ class Reconciler:
         if WEIGHTS in self._activation.sleep.tags:
             return  # a trainer uses the memory: a later view is applied after the wake
         order = self._order_of_request(target)
-        if order is None or self._activation.is_replaced(order):
+        if order is None or self._activation.idle_wait.is_replaced(order):
             return  # a later activation becomes the next target, unless it fails
         if label in self._downloads.in_progress or not self.replica_status.is_due(label):
             return
