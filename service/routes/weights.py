@@ -11,7 +11,6 @@ from pathlib import Path
 from fastapi import APIRouter, Request, Response
 from starlette.responses import StreamingResponse
 
-from coppice.weights.checkpoint_files import SINGLE_FILE
 from coppice.wire import weight_transfer
 from coppice.wire.weight_transfer import TransferRequest
 from coppice.wire.weights import ActivateRequest, StageRequest
@@ -47,6 +46,7 @@ from service.http.responses import (
 from service.routes.dependencies import AnyServer, ReadyServer, UploadedFile
 from service.versions import Version
 from service.weights.replication import manifests
+from service.weights.stager import IncomingFile
 
 router = APIRouter(prefix="/v1/weights")
 files = APIRouter(prefix="/v1/weights")
@@ -86,20 +86,8 @@ async def upload(
     version: str, request: Request, server: ReadyServer, file: UploadedFile
 ) -> Response:
     number, base = upload_parameters(request.query_params)
-    if base is not None:
-        stored = await server.stager.upload_delta(
-            label(version), base, file.chunks, sequence=number, digest=file.digest
-        )
-    else:
-        stored = await server.stager.upload(
-            label(version),
-            SINGLE_FILE,
-            file.chunks,
-            sequence=number,
-            digest=file.digest,
-            sharded=False,
-        )
-    return _stored_response(*stored)
+    incoming = IncomingFile(label=label(version), sequence=number, digest=file.digest, base=base)
+    return _stored_response(*await server.stager.upload(incoming, file.chunks))
 
 
 @router.put("/{version}/files/{name}", responses=UPLOAD_RESPONSES)
@@ -107,15 +95,14 @@ async def upload(
 async def upload_file(
     version: str, name: str, request: Request, server: ReadyServer, file: UploadedFile
 ) -> Response:
-    stored = await server.stager.upload(
-        label(version),
-        validate_file_name(name),
-        file.chunks,
+    incoming = IncomingFile(
+        label=label(version),
+        name=validate_file_name(name),
         sequence=sequence(request.query_params),
         digest=file.digest,
         sharded=True,
     )
-    return _stored_response(*stored)
+    return _stored_response(*await server.stager.upload(incoming, file.chunks))
 
 
 @router.post("/{version}", responses=STAGE_RESPONSES)

@@ -38,7 +38,7 @@ from service.observability.metrics import Metrics
 from service.prompt_kv.manager import PromptKvManager
 from service.rollouts.manager import RolloutManager
 from service.state_changes import StateChanges
-from service.versions import Version, Versions, publish_again
+from service.versions import Version, Versions
 from service.weights.idle_wait import IdleWait
 from service.weights.pauses import Pauses
 from service.weights.replication.announcer import Announcer
@@ -74,7 +74,7 @@ NEXT_STATES: Final[Mapping[ActivationState, set[ActivationState]]] = {
     _S.RESUMING: {_S.IDLE},
     _S.FAILED: set(),
 }
-"""Allowed transitions. An error leads to IDLE, if possible after the previous weights resumed."""
+"""Allowed transitions. An error leads to IDLE, from LOADING usually by way of RESUMING."""
 
 
 class Activation:
@@ -185,7 +185,7 @@ class Activation:
             if self.state is ActivationState.FAILED:
                 raise EngineGone("the engine died during an activation")
             self.sleep.check_weights_awake()
-            _check_available(version)
+            version.check_available()
         return version
 
     @asynccontextmanager
@@ -195,9 +195,6 @@ class Activation:
             with self._versions.activating(label):
                 try:
                     yield
-                except EngineGone:
-                    self._enter(ActivationState.FAILED)
-                    raise
                 finally:
                     if self.state not in (ActivationState.IDLE, ActivationState.FAILED):
                         self._enter(ActivationState.IDLE)
@@ -237,7 +234,7 @@ class Activation:
         """Activate a version that was checked since the caller holds the lock of the pauses."""
         previous = self._versions.active
         if version == previous:
-            return _answer(version, previous, mode, paused_seconds=0.0, samples_ended=0)
+            return _answer(version, previous, mode)
         async with self._rollouts.close_gate(), self._opened(version):
             return await self._switch(version, previous, mode, kv)
 
@@ -251,7 +248,7 @@ class Activation:
             yield
             return
         self._enter(ActivationState.STAGING)
-        with _service_errors():
+        with self._service_errors():
             await self._engine.open_transfer(version.transfer.tensors)
         try:
             yield
@@ -293,14 +290,14 @@ class Activation:
 
     async def _load(self, version: Version, *, keep_kv: bool) -> int:
         """Load a version; returns the number of tokens whose KV stays in the prefix cache."""
-        with _service_errors():
+        with self._service_errors():
             try:
                 if version.transfer is None:
                     num_kept = await self._engine.update_weights(
                         version.path, version.label, keep_kv=keep_kv
                     )
                 else:
-                    _check_available(version)  # no await lies between this and the load
+                    version.check_available()  # no await lies between this and the load
                     num_kept = await self._engine.transfer_weights(version.label, keep_kv=keep_kv)
             except FilesRestored as error:
                 self._on_loaded(error.version)
@@ -308,34 +305,22 @@ class Activation:
         self._on_loaded(version.label)
         return num_kept
 
+    @contextmanager
+    def _service_errors(self) -> Iterator[None]:
+        """Context manager that translates the errors of the engine; its death is final."""
+        try:
+            yield
+        except CheckpointRefused as refused:
+            raise WeightsRefused(str(refused)) from refused
+        except LoadFailed as error:
+            raise ActivationFailed(str(error)) from error
+        except EngineDead as error:
+            self._enter(ActivationState.FAILED)
+            raise EngineGone(str(error)) from error
+
     def _on_loaded(self, label: str) -> None:
         self._versions.activated(label)
         self._prompt_kv.after_weights_update(label)
-
-
-@contextmanager
-def _service_errors() -> Iterator[None]:
-    try:
-        yield
-    except CheckpointRefused as refused:
-        raise WeightsRefused(str(refused)) from refused
-    except LoadFailed as error:
-        raise ActivationFailed(str(error)) from error
-    except EngineDead as error:
-        raise EngineGone(str(error)) from error
-
-
-def _check_available(version: Version) -> None:
-    """Refuse tensors in GPU memory whose publisher does not wait: it may have changed them.
-
-    Repeated while an activation waits: the active version may have been one, and been replaced.
-    """
-    if version.has_files:
-        return
-    if version.transfer is None:
-        raise publish_again()
-    if version.transfer.is_withdrawn:
-        raise VersionConflict("the publisher has closed its connection; nothing was loaded")
 
 
 def _answer(
@@ -343,8 +328,8 @@ def _answer(
     previous: Version,
     mode: ActivationMode,
     *,
-    paused_seconds: float,
-    samples_ended: int,
+    paused_seconds: float = 0.0,
+    samples_ended: int = 0,
     num_kept_tokens: int = 0,
 ) -> ActivationAnswer:
     return ActivationAnswer(

@@ -60,7 +60,7 @@ def build_weights(
         metrics,
         max_lease_seconds=settings.limits.max_lease_seconds,
     )
-    downloads = Downloads(fleet, stager, checkpoints, status, stored, metrics.weights)
+    downloads = Downloads(fleet, versions, stager, checkpoints, status, stored, metrics.weights)
     reconciler = Reconciler(fleet, versions, stager, downloads, announcer, activation, status)
     coordinator = ActivationCoordinator(fleet, versions, activation, reconciler, changes, stored)
     return Weights(

@@ -156,7 +156,7 @@ def test_table_knows_the_lease_that_ends_last() -> None:
     pauses.put("c", "pause", None)
     assert pauses.seconds_left is None
     now = 10.0
-    assert [pause.owner for pause in pauses.ended()] == ["a"] and pauses.has("b", "pause")
+    assert [pause.owner for pause in pauses.ended()] == ["a"] and pauses.has("a", "pause")
     pauses.remove("pause", "a")
     assert pauses.ended() == [] and not pauses.has("a", "pause")
     pauses.put("b", "pause", 20.0)

@@ -117,11 +117,9 @@ class ActivationCoordinator:
         before = self._cluster.view.target
         if before is not None and before.version == label:
             return before
-        epoch = (
-            max(self._reconciler.replica_status.epoch, 0 if before is None else before.epoch) + 1
-        )
+        known_epoch = 0 if before is None else before.epoch
         target = ActivationTarget(
-            epoch=epoch,
+            epoch=max(self._reconciler.replica_status.epoch, known_epoch) + 1,
             version=label,
             id=new_target_id(),
             previous=None if before is None else before.id,

@@ -24,8 +24,9 @@ from service.config.settings import WeightsSettings
 from service.errors import DigestMismatch, ServiceError, VersionConflict, WeightsRefused
 from service.http.params import label
 from service.observability.metrics import WeightMetrics
+from service.versions import Version, Versions
 from service.weights.replication.manifests import CHANGED_FILES, digest_header, same_files
-from service.weights.stager import WeightStager
+from service.weights.stager import IncomingFile, WeightStager
 
 CONNECT_TIMEOUT_SECONDS = 5.0
 READ_TIMEOUT_SECONDS = 30.0
@@ -52,6 +53,7 @@ class Downloads:
     def __init__(
         self,
         cluster: ClusterMembership,
+        versions: Versions,
         stager: WeightStager,
         checkpoints: CheckpointStore,
         replica_status: ReplicaStatus,
@@ -59,6 +61,7 @@ class Downloads:
         metrics: WeightMetrics,
     ) -> None:
         self._cluster = cluster
+        self._versions = versions
         self._stager = stager
         self._checkpoints = checkpoints
         self._replica_status = replica_status
@@ -168,44 +171,48 @@ class Downloads:
             follow_redirects=False,
             trust_env=False,
         ) as peer:
-            if manifest.delta is not None and self._stager.is_base(manifest.base):
+            if manifest.delta is not None and self._versions.is_base(manifest.base):
                 try:
-                    return await self._download_delta(peer, manifest, manifest.delta)
+                    await self._download_file(peer, manifest, manifest.delta, base=manifest.base)
+                    return self._fetches.labels("delta").inc()
                 except (ServiceError, DownloadFailed) as error:
                     log.warning("download of the delta of %s failed: %s", manifest.version, error)
             await self._download_files(peer, manifest)
-
-    async def _download_delta(
-        self, peer: httpx.AsyncClient, manifest: Manifest, delta: ManifestFile
-    ) -> None:
-        assert manifest.base is not None, "checked by the caller"
-        await self._stager.upload_delta(
-            manifest.version,
-            manifest.base,
-            _chunks(peer, manifest.version, delta),
-            sequence=manifest.sequence,
-            digest=digest_header(delta.sha256),
-            announced=True,
-        )
-        self._fetches.labels("delta").inc()
 
     async def _download_files(self, peer: httpx.AsyncClient, manifest: Manifest) -> None:
         sharded = [file.name for file in manifest.files] != [SINGLE_FILE]
         is_complete = False
         for file in manifest.files:
-            version, _ = await self._stager.upload(
-                manifest.version,
-                file.name,
-                _chunks(peer, manifest.version, file),
-                sequence=manifest.sequence,
-                digest=digest_header(file.sha256),
-                sharded=sharded,
-                announced=True,
+            version = await self._download_file(
+                peer, manifest, file, name=file.name, sharded=sharded
             )
             is_complete = version.state != "incomplete"
         if not is_complete:
             raise DownloadFailed("the manifest does not list all files")
         self._fetches.labels("full").inc()
+
+    async def _download_file(
+        self,
+        peer: httpx.AsyncClient,
+        manifest: Manifest,
+        file: ManifestFile,
+        *,
+        name: str = SINGLE_FILE,
+        sharded: bool = False,
+        base: str | None = None,
+    ) -> Version:
+        incoming = IncomingFile(
+            label=manifest.version,
+            sequence=manifest.sequence,
+            digest=digest_header(file.sha256),
+            name=name,
+            sharded=sharded,
+            base=base,
+            announced=True,
+        )
+        chunks = _chunks(peer, manifest.version, file)
+        version, _ = await self._stager.upload(incoming, chunks)
+        return version
 
 
 def fetch_failed(reason: str) -> VersionConflict:

@@ -66,7 +66,7 @@ class Reconciler:
         self._requested_target: tuple[str, int] | None = None  # id, order of the request
         self._own_target_id: str | None = None
         self._loop: asyncio.Task[None] | None = None
-        self._is_following = False
+        self._is_following = self._is_closed = False
         self._view_changed = asyncio.Event()
         cluster.view_listeners.append(self._on_view)
 
@@ -76,7 +76,7 @@ class Reconciler:
         try:
             yield
         finally:
-            self._is_following = False
+            self._is_following, self._is_closed = False, True
             if self._loop is not None:
                 self._loop.cancel()
                 await asyncio.gather(self._loop, return_exceptions=True)
@@ -88,7 +88,7 @@ class Reconciler:
         Gives up after `seconds`. Call it once the engine, which checks fetched weights, has
         started. A standalone server has no target to follow.
         """
-        if self._cluster.is_standalone:
+        if self._cluster.is_standalone or self._is_closed:
             return
         self._is_following = True
         self._loop = asyncio.create_task(self._follow())
