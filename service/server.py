@@ -161,7 +161,7 @@ class Server:
         self.readiness.started = True
         for observer in self.serving_observers:
             observer()
-        await self._weights.follower.catch_up(self.settings.weights.replication_seconds)
+        await self._weights.reconciler.catch_up(self.settings.weights.replication_seconds)
         self.readiness.caught_up = True
         self.cluster.request_heartbeat()
 

@@ -38,7 +38,7 @@ class WeightTransfers:
             return await self._state_changes.run(self._activate(label, request, transfer))
         except asyncio.CancelledError:
             transfer.is_withdrawn = True
-            self._activation.on_transfer_withdrawn()
+            self._activation.idle_wait.wake_after(0.0)
             raise
 
     async def _activate(
