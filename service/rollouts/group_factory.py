@@ -16,14 +16,15 @@ from service.prompt_kv.prompt_source import PrefilledPrompt, PromptSource
 from service.rollouts import validation
 from service.rollouts.fairness import PriorityAging, TimeSlice
 from service.rollouts.finish_policy import FinishPolicy
-from service.rollouts.group import Group
+from service.rollouts.flat_sampler import FlatSampler
+from service.rollouts.group import Group, Sampler
 from service.rollouts.group_options import GroupOptions, Parse, derive_seed
 from service.rollouts.request import NewGroup, NewRollout, Resolved
 from service.rollouts.sampling import limited, to_engine_sampling
 from service.rollouts.tokenizer import Tokenizer, to_chat_request
 from service.rollouts.trees.external_tree import ExternalTree
 from service.rollouts.trees.plan import Plan
-from service.rollouts.trees.tree_group import TreeGroup
+from service.rollouts.trees.tree_sampler import TreeSampler
 
 
 class GroupFactory:
@@ -84,16 +85,24 @@ class GroupFactory:
 
     def _group(self, request: NewRollout, options: GroupOptions, source: PromptSource) -> Group:
         if request.branching is not None:
-            return create_tree_group(
-                request.branching,
-                options,
-                source,
-                block_size=self._engine.info.block_size,
-                max_lease_seconds=self._max_lease_seconds,
-            )
+            sampler = self._tree_sampler(request.branching, options)
+            return Group(options=options, sampler=sampler, source=source)
         finish = request.finish or Finish()
         policy = _finish_policy(finish, request.groups[options.index])
-        return Group(options=options, source=source, finish_policy=policy)
+        return Group(options=options, sampler=FlatSampler(), source=source, finish_policy=policy)
+
+    def _tree_sampler(self, branching: Branching, options: GroupOptions) -> Sampler:
+        prompt_length = len(options.prompt_token_ids)
+        plan = Plan(
+            branching=branching,
+            prompt_length=prompt_length,
+            max_length=prompt_length + options.sampling.max_tokens,
+            block_size=self._engine.info.block_size,
+        )
+        if branching.mode != "external":
+            return TreeSampler(plan, options)
+        lease_seconds = min(branching.lease_seconds, self._max_lease_seconds)
+        return ExternalTree(plan, options, lease_seconds=lease_seconds)
 
     def _options(
         self, request: NewRollout, index: int, prompt: list[int], common: "_Common"
@@ -149,27 +158,6 @@ class _Common:
     chain: KeptKv | None
     sampling: Sampling
     continued: Mapping[int, Sequence[TokenLists]]
-
-
-def create_tree_group(
-    branching: Branching,
-    options: GroupOptions,
-    source: PromptSource,
-    *,
-    block_size: int,
-    max_lease_seconds: float,
-) -> TreeGroup:
-    prompt_length = len(options.prompt_token_ids)
-    plan = Plan(
-        branching=branching,
-        prompt_length=prompt_length,
-        max_length=prompt_length + options.sampling.max_tokens,
-        block_size=block_size,
-    )
-    if branching.mode != "external":
-        return TreeGroup(options=options, source=source, plan=plan)
-    lease_seconds = min(branching.lease_seconds, max_lease_seconds)
-    return ExternalTree(options=options, source=source, plan=plan, lease_seconds=lease_seconds)
 
 
 def _finish_policy(finish: Finish, group: NewGroup) -> FinishPolicy | None:

@@ -19,8 +19,8 @@ from service.prompt_kv.handle import Handle
 from service.prompt_kv.manager import PromptKvManager
 from service.rollouts.group import Group
 from service.rollouts.rollout import Rollout
-from service.rollouts.trees.path_request import Path
-from service.rollouts.trees.tree_group import TreeGroup
+from service.rollouts.trees.path import Path
+from service.rollouts.trees.tree_paths import TreePaths
 from service.server import Server
 from service.status.session_snapshot import session_snapshots
 from service.status.status import status
@@ -182,7 +182,7 @@ def _rollout(engine: Generation, rollout: Rollout, rows: _Rows) -> dict[str, Any
 
 
 def _group(engine: Generation, group: Group, rows: _Rows) -> dict[str, Any]:
-    is_tree = isinstance(group, TreeGroup)
+    paths = group.sampler.paths
     return {
         "index": group.options.index,
         "n": group.options.n,
@@ -190,8 +190,8 @@ def _group(engine: Generation, group: Group, rows: _Rows) -> dict[str, Any]:
         "max_tokens": group.options.sampling.max_tokens,
         "running": group.num_running,
         "done": group.num_done,
-        "samples": [] if is_tree else _samples(engine, group, rows),
-        "tree": _tree(engine, group, rows) if isinstance(group, TreeGroup) else None,
+        "samples": _samples(engine, group, rows) if paths is None else [],
+        "tree": None if paths is None else _tree(engine, group, paths, rows),
     }
 
 
@@ -227,28 +227,28 @@ def _running_samples(engine: Generation, group: Group, number: int) -> list[dict
     ]
 
 
-def _tree(engine: Generation, group: TreeGroup, rows: _Rows) -> dict[str, Any]:
+def _tree(engine: Generation, group: Group, paths: TreePaths, rows: _Rows) -> dict[str, Any]:
     """Live-page data of a tree: its segments except dropped ones, parents before children."""
-    segments = group.tree.segments()
+    segments, running = list(paths.tree.by_id.values()), list(paths.running.values())
     shown = segments[: rows.take(min(MAX_SEGMENTS, len(segments)))]
     known = {segment.id for segment in shown} | {None}
-    paths = [path for path in group.running_paths if path.parent_id in known]
-    left = rows.take(min(MAX_SEGMENTS - len(shown), len(paths)))
+    listed = [path for path in running if path.parent_id in known]
+    left = rows.take(min(MAX_SEGMENTS - len(shown), len(listed)))
     return {
         "segments": [
             {
                 "id": segment.id,
-                "parent": segment.parent,
-                "tokens": len(segment.tokens.token_ids),
+                "parent": segment.parent_id,
+                "tokens": len(segment.token_ids),
                 "finish_reason": segment.finish,
-                "versions": _spans((s.version, s.end - s.start) for s in segment.tokens.versions),
+                "versions": _spans((s.version, s.end - s.start) for s in segment.versions),
                 "kv": group.exports is not None and group.exports.state(segment.id).kv is not None,
             }
             for segment in shown
         ],
         "num_segments": len(segments),
-        "running": _running_paths(engine, paths[:left]),
-        "num_running": len(group.running_paths),
+        "running": _running_paths(engine, listed[:left]),
+        "num_running": len(running),
     }
 
 

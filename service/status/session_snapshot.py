@@ -6,7 +6,7 @@ from itertools import islice
 from typing import Any
 
 from engine.protocol.generation import Generation
-from service.sessions.segment import Segment
+from service.rollouts.trees.segment import Segment
 from service.sessions.session import RunningCall, Session
 
 MAX_SESSIONS = 12
@@ -55,13 +55,12 @@ def _session(
 
 
 def _segment(segment: Segment, spans: Spans) -> dict[str, Any]:
-    versions = segment.sample.versions if segment.sample else []
     return {
         "id": segment.id,
-        "parent": None if segment.parent is None else segment.parent.id,
+        "parent": segment.parent_id,
         "tokens": len(segment.token_ids),
         "finish_reason": segment.finish if segment.sample else "context",
-        "versions": spans((span.version, span.end - span.start) for span in versions),
+        "versions": spans((span.version, span.end - span.start) for span in segment.versions),
         "kv": False,
     }
 

@@ -4,12 +4,12 @@ from dataclasses import dataclass, replace
 
 from coppice.wire.columns.token_columns import TokenLists
 from coppice.wire.rollouts import SegmentFinish
-from engine.types.kv import ExportSlot
-from engine.types.samples import Completion, SampleRequest
-from service.rollouts.group_options import GroupOptions, derive_seed
+from engine.types.samples import Completion
+from service.rollouts.group_options import GroupOptions
 from service.rollouts.sample_answer import new_tokens
 from service.rollouts.trees.plan import Plan, distribute_leaves, select_entropy_cuts
-from service.rollouts.trees.segment_tree import COMPLETE_FINISHES, Segment
+from service.rollouts.trees.segment import Segment
+from service.rollouts.trees.tree_answer import COMPLETE_FINISHES
 
 
 class Budget:
@@ -77,58 +77,29 @@ class PathBounds:
 class Path:
     """Running path of a rollout tree: one engine request that continues the segment `parent`.
 
-    `parent` is None for a path that continues the prompt. `start` is the length in tokens, prompt
-    included, at which the path begins. `depth` is the number of splits before that.
+    `start` is the length in tokens, prompt included, at which the path begins.
     """
 
     id: str
     name: str
-    parent: Segment | None
-    depth: int
+    parent: Segment
     start: int
     bounds: PathBounds
 
     @property
+    def depth(self) -> int:
+        """Number of splits before the path."""
+        return self.parent.depth + 1
+
+    @property
     def parent_id(self) -> str | None:
-        return None if self.parent is None else self.parent.id
+        """Id of the segment that the path continues; None for the prompt."""
+        return self.parent.id or None
 
     @property
     def is_first(self) -> bool:
         """True for the first of the paths that continue the same segment."""
         return self.name.endswith("/1")
-
-
-def path_request(
-    plan: Plan,
-    options: GroupOptions,
-    path: Path,
-    parent_token_ids: list[int],
-    *,
-    group: str,
-    export: ExportSlot | None,
-) -> SampleRequest:
-    """Engine request of a path, which follows the `parent_token_ids`, the prompt included."""
-    num_prior = path.start - len(options.prompt_token_ids)
-    topk = plan.needs_entropy and plan.entropy.source == "topk"
-    return SampleRequest(
-        id=path.id,
-        prompt_token_ids=parent_token_ids,
-        sampling=options.sampling.after(num_prior, path.bounds.limit),
-        seed=None if options.seed is None else derive_seed(options.seed, path.name),
-        priority=options.priority,
-        cache_salt=options.cache_salt,
-        kept_kv=options.kept_kv,
-        entropy_top_k=plan.entropy.k if topk else 0,
-        export=export,
-        group=group,
-        support=options.support_vocab_size is not None,
-        speculation=options.speculation,
-        adapter=options.adapter,
-        num_prior_tokens=num_prior,
-        num_top_logprobs=options.num_top_logprobs,
-        logprob_token_ids=options.logprob_token_ids,
-        raw_logprobs=options.raw_logprobs,
-    )
 
 
 async def path_tokens(plan: Plan, options: GroupOptions, result: Completion) -> TokenLists:
