@@ -137,7 +137,10 @@ class FlatSampler:
         await self._apply_finish_policy(index, result)
         await group.turns.wait()
         finish_reason = group.finish_reason(result)
-        answer = await sample_answer.create(options, index, result, finish_reason)
+        tokens = await sample_answer.sample_tokens(options, index, result)
+        answer = await sample_answer.create(
+            options, index, tokens, finish_reason, result.stop_reason
+        )
         group.ended.append(answer)
         self._done(answer)
 

@@ -9,7 +9,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from coppice.wire.columns.logprobs import PromptLogprobs
@@ -178,24 +178,14 @@ class Group:
         **own: Any,
     ) -> SampleRequest:
         """Engine request of the group; `own` are fields that are not the same in all of them."""
-        options = self.options
-        return SampleRequest(
+        return replace(
+            self.options.template,
             id=request_id,
             prompt_token_ids=prompt,
-            sampling=options.sampling.after(num_prior_tokens, max_tokens),
+            sampling=self.options.sampling.after(num_prior_tokens, max_tokens),
             seed=seed,
-            priority=options.priority,
-            cache_salt=options.cache_salt,
-            kept_kv=options.kept_kv,
-            session_id=options.session_id,
             group=self.name,
-            speculation=options.speculation,
-            adapter=options.adapter,
-            num_top_logprobs=options.num_top_logprobs,
-            logprob_token_ids=options.logprob_token_ids,
-            raw_logprobs=options.raw_logprobs,
             num_prior_tokens=num_prior_tokens,
-            support=options.support_vocab_size is not None,
             **own,
         )
 

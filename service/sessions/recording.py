@@ -123,7 +123,7 @@ class CallRecorder:
             segment=segment.id,
             attached=attachment.attached,
             reason=self._reason(attachment),
-            num_prompt_tokens=attachment.num_prompt_tokens,
+            num_prompt_tokens=attachment.parent.end,
             num_cached_tokens=segment.num_cached_tokens,
             num_new_context_tokens=attachment.num_new_context_tokens,
             finish_reason=sample.finish_reason,

@@ -113,7 +113,7 @@ class ExternalTree:
     async def run(self, group: Group, engine: Generation, done: OnPart) -> GroupAnswer:
         """Keep the tree open for requests of the caller, and return its answer."""
         async with self.paths.sampling(group, engine, done):
-            await self._run_until_done()
+            await self._run_until_done(group)
         return await self.paths.answer()
 
     async def branch(self, request: BranchRequest, claim: IdempotencyClaim | None) -> BranchResult:
@@ -202,27 +202,25 @@ class ExternalTree:
         self._is_closing = True
         self._changed.set()
 
-    async def _run_until_done(self) -> None:
+    async def _run_until_done(self, group: Group) -> None:
+        """Wait until the tree has no running paths and no lease, or ends early.
+
+        Paths that still run are awaited by the task group.
+        """
         self._is_open = True
         self._renew_lease()
         try:
-            while self._is_alive():
+            while not group.ends and (group.num_running or self._can_grow()):
                 self._changed.clear()
-                left = None if self.paths.group.num_running else self._expires - _now()
+                left = None if group.num_running else self._expires - _now()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(left):
                         await self._changed.wait()
         finally:
             self._is_open = False
 
-    def _is_alive(self) -> bool:
-        """True while the tree has running paths or an unexpired lease, and has not been ended.
-
-        When the tree ends early, the task group still awaits its running paths.
-        """
-        if self.paths.group.ends or not self.paths.group.num_running and self._is_closing:
-            return False
-        return bool(self.paths.group.num_running) or self._expires > _now()
+    def _can_grow(self) -> bool:
+        return not self._is_closing and self._expires > _now()
 
     def _renew_lease(self) -> None:
         self._expires = _now() + self.lease_seconds

@@ -21,15 +21,8 @@ class Budget:
     """
 
     def __init__(self, tokens: int) -> None:
-        self._total = tokens
-        self._remaining = tokens
-        self._reserved = 0
-        self._used = 0
+        self.remaining = tokens
         self.num_future_leaves = 0
-
-    @property
-    def remaining(self) -> int:
-        return self._remaining
 
     def part(self, leaves: int, num_starting_leaves: int) -> int:
         """Number of tokens of the remaining budget for a new path with `leaves` leaves.
@@ -37,24 +30,15 @@ class Budget:
         The remaining tokens are divided equally among the `num_starting_leaves` leaves of all paths
         that start now, this path included, and the future leaves.
         """
-        return self._remaining * leaves // (num_starting_leaves + self.num_future_leaves)
+        return self.remaining * leaves // (num_starting_leaves + self.num_future_leaves)
 
     def reserve(self, tokens: int) -> None:
-        assert 0 < tokens <= self._remaining, "the path exceeds the tree's token budget"
-        self._remaining -= tokens
-        self._reserved += tokens
+        assert 0 < tokens <= self.remaining, "the path exceeds the tree's token budget"
+        self.remaining -= tokens
 
     def release(self, reserved: int, *, used: int) -> None:
         assert 0 <= used <= reserved, "a path used more tokens than it had reserved"
-        self._reserved -= reserved
-        self._remaining += reserved - used
-        self._used += used
-
-    def check(self) -> None:
-        assert self._remaining + self._reserved + self._used == self._total, (
-            "the token budget does not add up"
-        )
-        assert self._remaining >= 0 and self._reserved >= 0
+        self.remaining += reserved - used
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -79,7 +79,6 @@ class Attachment:
     parent: Segment
     attached: Attached
     is_repeated: bool
-    num_prompt_tokens: int
     num_new_context_tokens: int
 
 

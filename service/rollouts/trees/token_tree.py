@@ -102,7 +102,6 @@ class TokenTree:
             parent=parent,
             attached=attached,
             is_repeated=parent.num_prompts > 1,
-            num_prompt_tokens=len(tokens),
             num_new_context_tokens=num_new,
         )
 

@@ -6,9 +6,8 @@ from typing import Any
 
 from coppice.wire.columns.token_columns import TokenColumns
 from coppice.wire.rollouts import GroupAnswer, Outcome, SampleAnswer, SegmentAnswer, SegmentFinish
+from service.rollouts import sample_answer
 from service.rollouts.group_options import GroupOptions
-from service.rollouts.sample_answer import answer_fields
-from service.rollouts.sampling import parsed_message
 from service.rollouts.trees.segment import Segment, descendants
 
 COMPLETE_FINISHES: Collection[SegmentFinish] = frozenset({"stop", "length", "budget"})
@@ -42,7 +41,7 @@ async def kept_answer(segment: Segment) -> SegmentAnswer:
     """Answer of a sampled segment, whose columns are encoded once."""
     if segment.answer is None:
         assert segment.sample is not None, "a rollout has no context below its prompt"
-        columns = await answer_fields(segment.sample, SegmentAnswer)
+        columns = await sample_answer.answer_fields(segment.sample, SegmentAnswer)
         segment.answer = segment_answer(segment, columns=columns)
     return segment.answer
 
@@ -78,16 +77,11 @@ def root_answer(
 
 async def row_answer(index: int, leaf: Segment, options: GroupOptions) -> SampleAnswer:
     """Answer of a sample without a tree, whose tokens are those from the prompt to a leaf."""
-    finish, stop_reason, decode = leaf.finish, leaf.stop_reason, options.decode
+    finish = leaf.finish
+    if finish == "cut" or finish == "budget":
+        finish = "length"
     tokens = TokenColumns.joined(each.sample for each in leaf.path() if each.sample is not None)
-    return SampleAnswer(
-        **await answer_fields(tokens, SampleAnswer),
-        index=index,
-        text=await decode(tokens.token_ids, stop_reason, options.sampling) if decode else None,
-        finish_reason="length" if finish == "cut" or finish == "budget" else finish,
-        stop_reason=stop_reason,
-        message=await parsed_message(options, tokens.token_ids, stop_reason),
-    )
+    return await sample_answer.create(options, index, tokens, finish, leaf.stop_reason)
 
 
 def leaves_of(segments: Sequence[SegmentAnswer]) -> list[SegmentAnswer]:

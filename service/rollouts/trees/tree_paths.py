@@ -193,7 +193,6 @@ class TreePaths:
 
     async def answer(self) -> GroupAnswer:
         """Answer of the group, whose tree is complete."""
-        self.budget.check()
         group, segments = self.group, list(self.tree.by_id.values())
         answers = with_num_leaves([await kept_answer(each) for each in segments])
         leaves = leaves_of(answers)

@@ -51,7 +51,7 @@ def test_first_prompt_is_a_root() -> None:
     tree = make_tree()
     attachment = tree.attach(PROMPT)
     assert (attachment.attached, attachment.is_repeated) == ("root", False)
-    assert (attachment.num_prompt_tokens, attachment.num_new_context_tokens) == (10, 10)
+    assert (attachment.parent.end, attachment.num_new_context_tokens) == (10, 10)
 
 
 def test_next_prompt_extends_the_sample_by_context() -> None:
