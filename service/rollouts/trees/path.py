@@ -32,13 +32,15 @@ class Budget:
         """
         return self.remaining * leaves // (num_starting_leaves + self.num_future_leaves)
 
-    def reserve(self, tokens: int) -> None:
-        assert 0 < tokens <= self.remaining, "the path exceeds the tree's token budget"
-        self.remaining -= tokens
+    def reserve(self, bounds: "PathBounds") -> None:
+        assert 0 < bounds.limit <= self.remaining, "the path exceeds the tree's token budget"
+        self.remaining -= bounds.limit
+        self.num_future_leaves += bounds.num_future_leaves
 
-    def release(self, reserved: int, *, used: int) -> None:
-        assert 0 <= used <= reserved, "a path used more tokens than it had reserved"
-        self.remaining += reserved - used
+    def release(self, bounds: "PathBounds", *, used: int) -> None:
+        assert 0 <= used <= bounds.limit, "a path used more tokens than it had reserved"
+        self.remaining += bounds.limit - used
+        self.num_future_leaves -= bounds.num_future_leaves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,16 +61,17 @@ class PathBounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Path:
-    """Running path of a rollout tree: one engine request that continues the segment `parent`.
-
-    `start` is the length in tokens, prompt included, at which the path begins.
-    """
+    """Running path of a rollout tree: one engine request that continues the segment `parent`."""
 
     id: str
     name: str
     parent: Segment
-    start: int
     bounds: PathBounds
+
+    @property
+    def start(self) -> int:
+        """Length in tokens, prompt included, at which the path begins."""
+        return self.parent.end
 
     @property
     def depth(self) -> int:
@@ -109,12 +112,13 @@ def entropy_forks(
 
 
 def path_bounds(
-    plan: Plan, budget: Budget, share: int, *, start: int, depth: int, num_starting_leaves: int
+    plan: Plan, budget: Budget, parent: Segment, share: int, num_starting_leaves: int
 ) -> PathBounds:
-    """Compute the limits of a new path that starts together with others; reserves no tokens.
+    """Compute the limits of a new path below `parent`; reserves no tokens.
 
     `num_starting_leaves` is the number of leaves of all paths that start together.
     """
+    start = parent.end
     rest = plan.max_length - start
     if plan.branching.mode == "entropy":
         part = budget.part(1, num_starting_leaves)
@@ -125,7 +129,7 @@ def path_bounds(
             is_budget_limited=part < rest,
         )
     part = budget.part(share, num_starting_leaves)
-    cut = plan.cut(start, depth) if share > 1 else None
+    cut = plan.cut(start, parent.depth + 1) if share > 1 else None
     if cut is not None and cut - start + share <= part:
         return PathBounds(limit=cut - start, share=share, num_future_leaves=share, cut=True)
     return PathBounds(limit=min(rest, part), share=1, is_budget_limited=part < rest)

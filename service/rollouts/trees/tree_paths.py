@@ -80,13 +80,11 @@ class TreePaths:
     def create(self, parent: Segment, bounds: PathBounds) -> Path:
         """Create a path and reserve its maximum length in the tree's token budget."""
         self._num_children[parent.name] += 1
-        self.budget.reserve(bounds.limit)
-        self.budget.num_future_leaves += bounds.num_future_leaves
+        self.budget.reserve(bounds)
         return Path(
             id=uuid.uuid4().hex,
             name=f"{parent.name}/{self._num_children[parent.name]}",
             parent=parent,
-            start=parent.end,
             bounds=bounds,
         )
 
@@ -95,7 +93,7 @@ class TreePaths:
         if self.group.ends:
             self.was_truncated |= bool(paths)
             for path in paths:
-                self._release(path, used=0)
+                self.budget.release(path.bounds, used=0)
         elif paths:
             await self.submit(paths)
 
@@ -153,7 +151,7 @@ class TreePaths:
         group, result = self.group, await completion
         tokens = await path_tokens(self.plan, group.options, result)
         group.on_finished(path.id)
-        self._release(path, used=len(result.token_ids))
+        self.budget.release(path.bounds, used=len(result.token_ids))
         if group.exports is not None and path.is_first:
             group.exports.on_writer_ended(path.parent_id)
         group.note_cached_tokens(0, result)
@@ -168,10 +166,6 @@ class TreePaths:
         await self._count_leaf(segment, forked)
         await self.start(forked)
         return segment
-
-    def _release(self, path: Path, *, used: int) -> None:
-        self.budget.release(path.bounds.limit, used=used)
-        self.budget.num_future_leaves -= path.bounds.num_future_leaves
 
     def _finish_reason(self, path: Path, result: Completion) -> SegmentFinish:
         finish = self.group.finish_reason(result)

@@ -11,7 +11,7 @@ from coppice.wire.rollouts import GroupAnswer, SegmentFinish
 from engine.protocol.generation import Generation
 from service.rollouts.group import EndReason, Group, OnPart
 from service.rollouts.group_options import GroupOptions
-from service.rollouts.trees.path import Path, PathBounds, entropy_forks, path_bounds
+from service.rollouts.trees.path import Path, entropy_forks, path_bounds
 from service.rollouts.trees.plan import Plan, split
 from service.rollouts.trees.segment import Segment
 from service.rollouts.trees.tree_paths import TreePaths
@@ -43,23 +43,13 @@ class TreeSampler:
 
     def _fork(self, forks: Sequence[Fork]) -> list[Path]:
         """Create paths that start together, as far as the tree's token budget allows."""
-        num_starting_leaves = sum(sum(shares) for _, shares in forks)
-        wanted: list[tuple[Segment, PathBounds]] = []
-        for parent, shares in forks:
-            start, depth = parent.end, parent.depth + 1
-            found = [
-                path_bounds(
-                    self._plan,
-                    self.paths.budget,
-                    share,
-                    start=start,
-                    depth=depth,
-                    num_starting_leaves=num_starting_leaves,
-                )
-                for share in shares
-            ]
-            wanted += [(parent, bounds) for bounds in found if bounds.limit > 0]
-        return [self.paths.create(*each) for each in wanted]
+        num_leaves = sum(sum(shares) for _, shares in forks)
+        wanted = [
+            (parent, path_bounds(self._plan, self.paths.budget, parent, share, num_leaves))
+            for parent, shares in forks
+            for share in shares
+        ]
+        return [self.paths.create(parent, bounds) for parent, bounds in wanted if bounds.limit > 0]
 
     def _grow(
         self, path: Path, tokens: TokenLists, finish: SegmentFinish, stop_reason: int | str | None
