@@ -128,7 +128,7 @@ class MoveReceiver:
     def _reserve(self, state: MovedRollout, request: NewRollout | None) -> Reservation:
         num_bytes = 0
         if request is not None:
-            num_bytes = self._rollouts.support_bytes(request, _prompts(state, request))
+            num_bytes = self._rollouts.factory.support_bytes(request, _prompts(state, request))
         return self._admission.reserve(
             state.owner,
             samples=sum(len(group.samples) for group in state.groups),
@@ -154,7 +154,7 @@ class MoveReceiver:
             return NOTHING_LEFT
         if request.branching is not None or not can_move(request):
             raise InvalidRequest.of_parameter("request", "has options that cannot be moved")
-        resolved = self._rollouts.resolve(request.weights, request.adapter)
+        resolved = self._rollouts.factory.resolve(request.weights, request.adapter)
         if resolved.adapter != state.adapter:
             raise VersionConflict(f"the adapter here is {resolved.adapter!r}")
         return resolved

@@ -134,8 +134,8 @@ class SessionReceiver:
         options, states = state.group.options, [session.state for session in state.sessions]
         num_open = states.count("open")
         if num_open:
-            self._rollouts.check_kept_kv(options.keep_kv, options.weights)
-            self._rollouts.resolve(options.weights, options.adapter)
+            self._rollouts.factory.check_kept_kv(options.keep_kv, options.weights)
+            self._rollouts.factory.resolve(options.weights, options.adapter)
         self._sessions.check_capacity(state.owner, num_open)
 
     def _restore(self, sessions: Iterable[Session], states: Iterable[MovedSession]) -> None:
