@@ -20,18 +20,32 @@ from service.rollouts.sample_answer import num_valid_tokens, valid_end, wire_spa
 
 
 class FlatSampler:
-    """Sampler of one group: submits a request per sample, and collects their answers."""
+    """Sampler of samples without a tree.
+
+    It has no reference to its group, so that the memory of an ended group is free at once.
+    """
 
     paths = None
     is_grown_by_caller = False
 
-    def __init__(self) -> None:
+    async def run(self, group: Group, engine: Generation, done: OnPart) -> GroupAnswer | None:
+        return await _Samples(group, engine, done).run()
+
+    def on_end(self, end_reason: EndReason) -> None:
+        pass
+
+
+class _Samples:
+    """Samples of a group: submits a request for each, and collects their answers."""
+
+    def __init__(self, group: Group, engine: Generation, done: OnPart) -> None:
+        self._group, self._engine, self._done = group, engine, done
         self._aborted: dict[int, Completion] = {}
         self._num_streamed = Counter[int]()
 
-    async def run(self, group: Group, engine: Generation, done: OnPart) -> GroupAnswer | None:
+    async def run(self) -> GroupAnswer | None:
         """Run the samples and return the answer; None if the group was suspended."""
-        self._group, self._engine, self._done = group, engine, done
+        group, engine = self._group, self._engine
         group.sample_ids = [uuid.uuid4().hex for _ in range(group.options.n)]
         async with group.deadline(engine):
             load = await group.source.prepare(engine, group)
@@ -43,9 +57,6 @@ class FlatSampler:
             return None
         samples = sorted(group.ended, key=lambda sample: sample.index)
         return group.answer(self._outcome(), samples)
-
-    def on_end(self, end_reason: EndReason) -> None:
-        pass
 
     async def _submit(self, requests: list[SampleRequest]) -> dict[str, Awaitable[Completion]]:
         """Submit the requests; returns their completions by id."""

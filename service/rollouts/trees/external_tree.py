@@ -5,7 +5,7 @@ tree ends as it is when the lease expires or its rollout is ended.
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -267,14 +267,10 @@ class ExternalTrees:
 
     def close(self) -> None:
         """Reject further branches of all trees; each ends once none of its paths is running."""
-        for tree in self._running():
-            tree.close()
-
-    def _running(self) -> Iterator[ExternalTree]:
         for rollout in self._rollouts.in_flight():
             for group in rollout.groups:
                 if isinstance(group.sampler, ExternalTree):
-                    yield group.sampler
+                    group.sampler.close()
 
 
 def _now() -> float:
