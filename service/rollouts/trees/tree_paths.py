@@ -118,16 +118,18 @@ class TreePaths:
         ]
 
     def _request(self, path: Path) -> SampleRequest:
-        prompt, seed, entropy = self.tree.token_ids(path.parent), self.group.options.seed, None
-        if self.plan.needs_entropy and self.plan.entropy.source == "topk":
-            entropy = self.plan.entropy
+        plan, options = self.plan, self.group.options
+        prompt, seed = [*options.prompt_token_ids], options.seed
+        for each in path.parent.path():
+            prompt += each.sample.token_ids if each.sample else ()
+        is_top_k = plan.needs_entropy and plan.entropy.source == "topk"
         return self.group.request(
             path.id,
             prompt,
             seed=None if seed is None else derive_seed(seed, path.name),
-            num_prior_tokens=path.start - len(self.root.token_ids),
+            num_prior_tokens=len(prompt) - len(options.prompt_token_ids),
             max_tokens=path.bounds.limit,
-            entropy_top_k=0 if entropy is None else entropy.k,
+            entropy_top_k=plan.entropy.k if is_top_k else 0,
             export=self._export_place(path, prompt),
         )
 
