@@ -109,7 +109,6 @@ class GroupFactory:
         sampling = to_engine_sampling(request.sampling, info.max_context_tokens)
         template = replace(
             TEMPLATE,
-            priority=self._priority_aging.to_engine_priority(request.priority),
             cache_salt=request.cache_salt,
             kept_kv=chain,
             session_id=request.session_id,
@@ -141,8 +140,11 @@ class GroupFactory:
         self, request: NewRollout, common: GroupOptions, index: int, prompt: list[int]
     ) -> GroupOptions:
         group, room = request.groups[index], self._engine.info.max_context_tokens - len(prompt)
+        # One number per group: groups of equal priority run in the order in which they arrive.
+        priority = self._priority_aging.to_engine_priority(request.priority)
         return replace(
             common,
+            template=replace(common.template, priority=priority),
             id=group.id or str(index),
             index=index,
             n=validation.num_samples_of(request, group),

@@ -23,7 +23,7 @@ class GroupOptions:
     """Prompt, sampling parameters and limits of one group (one prompt and its samples).
 
     `GroupFactory` makes them from the request, its prompt, and what was resolved for it. `template`
-    has what all engine requests of a rollout have in common. With `stream_tokens`, tokens are
+    has what all engine requests of a group have in common. With `stream_tokens`, tokens are
     received while samples run. `num_returned_top_logprobs` are in the responses of compat routes;
     None: all of them. With `answers_top_logprobs`, the top logprobs are part of the samples'
     answers. With `support_vocab_size`, the size of the vocabulary, supports are returned. After
