@@ -38,10 +38,11 @@ NO_LIMITS_OF_REQUESTS = {
     "service/sessions/kv_release.py": {"MAX_WAITING"},
     "service/sessions/manager.py": {"MAX_LOOKUPS"},
     "service/status/dashboard_snapshot.py": {
-        *("MAX_ROLLOUTS", "MAX_GROUPS", "MAX_SAMPLES", "MAX_SEGMENTS", "MAX_ROWS", "MAX_SPANS"),
+        *("MAX_ROLLOUTS", "MAX_GROUPS", "MAX_SAMPLES", "MAX_ROWS"),
         *("MAX_LEASES", "MAX_VERSIONS"),
     },
-    "service/status/session_snapshot.py": {"MAX_SESSIONS", "MAX_SEGMENTS"},
+    "service/status/session_snapshot.py": {"MAX_SESSIONS"},
+    "service/status/tree_snapshot.py": {"MAX_SEGMENTS", "MAX_SPANS"},
     "service/versions.py": {"MAX_SEQUENCE"},
 }
 """Constants that limit the server's own work, what it shows, or other replicas."""

@@ -11,11 +11,11 @@ import psutil
 import pytest
 import pytest_asyncio
 import xgrammar
-from engine.io import grammar_check
 from transformers import AutoTokenizer
 
 from engine.errors import ChecksUnavailable, SamplingRefused
 from engine.fair_limiter import LONG_SECONDS
+from engine.requests import grammar_check
 from engine.requests.grammar_check import LIMIT_SECONDS, GrammarChecker, xgrammar_source
 from engine.requests.request_params import sampling_params
 from engine.types.samples import SampleRequest, Sampling, StructuredOutputs

@@ -14,6 +14,7 @@ from service.cluster.registry import RegistryUnavailable, Replica
 from service.config.allowed_peers import Peers
 from service.moves.peers import refusal_of
 from service.moves.sender import CONCURRENT_MOVES, MoveSender
+from service.rollouts.flat_sampler import FlatSampler
 from service.rollouts.group import Group
 from service.rollouts.group_options import GroupOptions
 from service.rollouts.rollout import Rollout
@@ -189,7 +190,8 @@ async def test_stream_of_a_rollout_that_stays_here_has_each_token_once(tmp_path:
 
 async def test_cancellation_of_a_suspended_group_is_not_lost_when_it_continues() -> None:
     tokens: TokenLists = TokenColumns(token_ids=[1, 2], logprobs=[-1.0] * 2, versions=())
-    before = Group(options=GroupOptions(), suspended={0: tokens}, end_reason="suspended")
+    before = Group(options=GroupOptions(), sampler=FlatSampler(), suspended={0: tokens})
+    before.end_reason = "suspended"
     rollout = Rollout("1", [before], detached=True)
     await rollout.end(FakeEngine(), "cancelled")
     rollout._resume_groups()

@@ -4,12 +4,12 @@ from dataclasses import dataclass, replace
 
 from coppice.wire.columns.token_columns import TokenLists
 from coppice.wire.rollouts import SegmentFinish
-from engine.types.kv import ExportSlot
-from engine.types.samples import Completion, SampleRequest
-from service.rollouts.group_options import GroupOptions, derive_seed
+from engine.types.samples import Completion
+from service.rollouts.group_options import GroupOptions
 from service.rollouts.sample_answer import new_tokens
 from service.rollouts.trees.plan import Plan, distribute_leaves, select_entropy_cuts
-from service.rollouts.trees.segment_tree import COMPLETE_FINISHES, Segment
+from service.rollouts.trees.segment import Segment
+from service.rollouts.trees.tree_answer import COMPLETE_FINISHES
 
 
 class Budget:
@@ -21,15 +21,8 @@ class Budget:
     """
 
     def __init__(self, tokens: int) -> None:
-        self._total = tokens
-        self._remaining = tokens
-        self._reserved = 0
-        self._used = 0
+        self.remaining = tokens
         self.num_future_leaves = 0
-
-    @property
-    def remaining(self) -> int:
-        return self._remaining
 
     def part(self, leaves: int, num_starting_leaves: int) -> int:
         """Number of tokens of the remaining budget for a new path with `leaves` leaves.
@@ -37,24 +30,17 @@ class Budget:
         The remaining tokens are divided equally among the `num_starting_leaves` leaves of all paths
         that start now, this path included, and the future leaves.
         """
-        return self._remaining * leaves // (num_starting_leaves + self.num_future_leaves)
+        return self.remaining * leaves // (num_starting_leaves + self.num_future_leaves)
 
-    def reserve(self, tokens: int) -> None:
-        assert 0 < tokens <= self._remaining, "the path exceeds the tree's token budget"
-        self._remaining -= tokens
-        self._reserved += tokens
+    def reserve(self, bounds: "PathBounds") -> None:
+        assert 0 < bounds.limit <= self.remaining, "the path exceeds the tree's token budget"
+        self.remaining -= bounds.limit
+        self.num_future_leaves += bounds.num_future_leaves
 
-    def release(self, reserved: int, *, used: int) -> None:
-        assert 0 <= used <= reserved, "a path used more tokens than it had reserved"
-        self._reserved -= reserved
-        self._remaining += reserved - used
-        self._used += used
-
-    def check(self) -> None:
-        assert self._remaining + self._reserved + self._used == self._total, (
-            "the token budget does not add up"
-        )
-        assert self._remaining >= 0 and self._reserved >= 0
+    def release(self, bounds: "PathBounds", *, used: int) -> None:
+        assert 0 <= used <= bounds.limit, "a path used more tokens than it had reserved"
+        self.remaining += bounds.limit - used
+        self.num_future_leaves -= bounds.num_future_leaves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,60 +61,32 @@ class PathBounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Path:
-    """Running path of a rollout tree: one engine request that continues the segment `parent`.
-
-    `parent` is None for a path that continues the prompt. `start` is the length in tokens, prompt
-    included, at which the path begins. `depth` is the number of splits before that.
-    """
+    """Running path of a rollout tree: one engine request that continues the segment `parent`."""
 
     id: str
     name: str
-    parent: Segment | None
-    depth: int
-    start: int
+    parent: Segment
     bounds: PathBounds
 
     @property
+    def start(self) -> int:
+        """Length in tokens, prompt included, at which the path begins."""
+        return self.parent.end
+
+    @property
+    def depth(self) -> int:
+        """Number of splits before the path."""
+        return self.parent.depth + 1
+
+    @property
     def parent_id(self) -> str | None:
-        return None if self.parent is None else self.parent.id
+        """Id of the segment that the path continues; None for the prompt."""
+        return self.parent.id or None
 
     @property
     def is_first(self) -> bool:
         """True for the first of the paths that continue the same segment."""
         return self.name.endswith("/1")
-
-
-def path_request(
-    plan: Plan,
-    options: GroupOptions,
-    path: Path,
-    parent_token_ids: list[int],
-    *,
-    group: str,
-    export: ExportSlot | None,
-) -> SampleRequest:
-    """Engine request of a path, which follows the `parent_token_ids`, the prompt included."""
-    num_prior = path.start - len(options.prompt_token_ids)
-    topk = plan.needs_entropy and plan.entropy.source == "topk"
-    return SampleRequest(
-        id=path.id,
-        prompt_token_ids=parent_token_ids,
-        sampling=options.sampling.after(num_prior, path.bounds.limit),
-        seed=None if options.seed is None else derive_seed(options.seed, path.name),
-        priority=options.priority,
-        cache_salt=options.cache_salt,
-        kept_kv=options.kept_kv,
-        entropy_top_k=plan.entropy.k if topk else 0,
-        export=export,
-        group=group,
-        support=options.support_vocab_size is not None,
-        speculation=options.speculation,
-        adapter=options.adapter,
-        num_prior_tokens=num_prior,
-        num_top_logprobs=options.num_top_logprobs,
-        logprob_token_ids=options.logprob_token_ids,
-        raw_logprobs=options.raw_logprobs,
-    )
 
 
 async def path_tokens(plan: Plan, options: GroupOptions, result: Completion) -> TokenLists:
@@ -154,12 +112,13 @@ def entropy_forks(
 
 
 def path_bounds(
-    plan: Plan, budget: Budget, share: int, *, start: int, depth: int, num_starting_leaves: int
+    plan: Plan, budget: Budget, parent: Segment, share: int, num_starting_leaves: int
 ) -> PathBounds:
-    """Compute the limits of a new path that starts together with others; reserves no tokens.
+    """Compute the limits of a new path below `parent`; reserves no tokens.
 
     `num_starting_leaves` is the number of leaves of all paths that start together.
     """
+    start = parent.end
     rest = plan.max_length - start
     if plan.branching.mode == "entropy":
         part = budget.part(1, num_starting_leaves)
@@ -170,7 +129,7 @@ def path_bounds(
             is_budget_limited=part < rest,
         )
     part = budget.part(share, num_starting_leaves)
-    cut = plan.cut(start, depth) if share > 1 else None
+    cut = plan.cut(start, parent.depth + 1) if share > 1 else None
     if cut is not None and cut - start + share <= part:
         return PathBounds(limit=cut - start, share=share, num_future_leaves=share, cut=True)
     return PathBounds(limit=min(rest, part), share=1, is_budget_limited=part < rest)

@@ -1,4 +1,4 @@
-"""Segments of a session's trees, and where prompts are attached to them."""
+"""Segments of token trees, and where prompts are attached to them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coppice.wire.columns.token_columns import TokenLists
-from coppice.wire.rollouts import SegmentFinish
+from coppice.wire.columns.versions import VersionSpan
+from coppice.wire.rollouts import SegmentAnswer, SegmentFinish
 
 TokenArray = NDArray[np.int32]
 Attached = Literal["extended", "branched", "root"]
@@ -16,19 +17,24 @@ Attached = Literal["extended", "branched", "root"]
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Segment:
-    """Node of a session's tree. Its end never moves: a split moves its first tokens to a parent.
+    """Node of a token tree. Its end never moves: a split moves its first tokens to a parent.
 
-    `sample` is None for context. `num_prompts` is the number of prompts that end with the segment,
-    and `num_calls` the number of them whose calls run.
+    `sample` is None for context. `depth` is one more than that of the parent. Segments of rollout
+    trees have a `name` that is the same for every run that grows the same tree, and keep their
+    `answer`, which the log has, too. `num_prompts` is the number of prompts that end with the
+    segment, and `num_calls` the number of them whose calls run.
     """
 
     id: str
     token_ids: TokenArray
+    name: str = ""
+    depth: int = -1
     parent: "Segment | None" = None
     children: "list[Segment]" = field(default_factory=list)
     sample: TokenLists | None = None
     finish: SegmentFinish = "cut"
     stop_reason: int | str | None = None
+    answer: SegmentAnswer | None = None
     num_cached_tokens: int = 0
     num_prompts: int = 0
     num_calls: int = 0
@@ -36,6 +42,20 @@ class Segment:
     @property
     def is_leaf(self) -> bool:
         return not self.children and not self.num_calls
+
+    @property
+    def parent_id(self) -> str | None:
+        """Id of the parent; None for a root, and below the prompt of a rollout."""
+        return None if self.parent is None else self.parent.id or None
+
+    @property
+    def versions(self) -> Sequence[VersionSpan]:
+        return () if self.sample is None else self.sample.versions
+
+    @property
+    def end(self) -> int:
+        """Number of tokens from the root to the end of the segment."""
+        return sum(len(each.token_ids) for each in self.path())
 
     def path(self) -> "list[Segment]":
         """Segments from the root to this one, inclusive."""
@@ -59,7 +79,6 @@ class Attachment:
     parent: Segment
     attached: Attached
     is_repeated: bool
-    num_prompt_tokens: int
     num_new_context_tokens: int
 
 

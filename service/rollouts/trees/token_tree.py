@@ -1,19 +1,21 @@
-"""Tree of an agent session, whose paths are exactly the tokens that the engine has read.
+"""Token tree of a rollout or of an agent session.
 
-Owned by the session; it has no I/O and no clock. A segment has tokens that the policy sampled, or
-context: tokens of prompts, tool results and chat templates. Context is shared by all prompts that
-begin with it. Samples are never merged, even if they have the same tokens.
+Its paths are exactly the tokens that the engine has read. It has no I/O and no clock. A segment has
+tokens that the policy sampled, or context: tokens of prompts, tool results and chat templates.
+Context is shared by all prompts that begin with it. Samples are never merged, even if they have the
+same tokens. In a session prompts are attached to the tree; that of a rollout grows below its one
+prompt.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
-from coppice.wire.columns.token_columns import TokenColumns, TokenLists
-from coppice.wire.rollouts import GroupAnswer, Outcome, SegmentAnswer, SegmentFinish
-from service.rollouts.trees.segment_tree import COMPLETE_FINISHES
-from service.sessions.segment import (
+from coppice.wire.columns.token_columns import TokenLists
+from coppice.wire.rollouts import GroupAnswer, SegmentFinish
+from service.rollouts.trees.segment import (
     Attached,
     Attachment,
     Segment,
@@ -22,6 +24,7 @@ from service.sessions.segment import (
     num_common,
     start_after,
 )
+from service.rollouts.trees.tree_answer import root_answer, with_samples
 
 MIN_SHARED_TOKENS = 64
 """Tokens that a prompt must share with the start of a tree, to be a branch of it."""
@@ -36,33 +39,35 @@ class _Match:
     total: int = 0
 
 
-class SessionTree:
-    """Segments of one session; `prefix` makes their ids unique. It may have several roots."""
+class TokenTree:
+    """Segments of one tree; `prefix` makes their ids unique. A session may have several roots.
+
+    `by_id` has the segments in the order in which they were added. `num_ids` counts the ids that
+    segments have had, also those that were removed, and `num_dropped` those that were dropped.
+    """
 
     def __init__(self, prefix: str, *, min_shared_tokens: int = MIN_SHARED_TOKENS) -> None:
         self.prefix = prefix
         self._min_shared_tokens = min_shared_tokens
         self._roots: list[Segment] = []
-        self._num_ids = 0
-        self.num_segments = 0
+        self.by_id: dict[str, Segment] = {}
+        self.num_ids = 0
+        self.num_dropped = 0
         self.num_sampled_tokens = 0
         self.num_context_tokens = 0
 
     @classmethod
-    def restored(cls, prefix: str, segments: Iterable[Segment], *, num_ids: int) -> "SessionTree":
+    def restored(cls, prefix: str, segments: Iterable[Segment], *, num_ids: int) -> "TokenTree":
         """Tree with the segments of another one, whose parents precede their children."""
         tree = cls(prefix)
-        tree._num_ids = num_ids
+        tree.num_ids = num_ids
         for segment in segments:
-            parent = segment.parent
-            (tree._roots if parent is None else parent.children).append(segment)
-            tree._count(segment, is_sample=segment.sample is not None)
+            tree._insert(segment)
         return tree
 
     @property
-    def num_ids(self) -> int:
-        """Number of ids that segments have had, also those that were removed."""
-        return self._num_ids
+    def num_segments(self) -> int:
+        return len(self.by_id)
 
     @property
     def num_tokens(self) -> int:
@@ -89,14 +94,14 @@ class SessionTree:
         parent, attached = self._end_of(match)
         num_new = len(tokens) - match.total
         if parent is None or num_new:
-            parent = self._add(parent, tokens[match.total :])
+            added = Segment(id=self._next_id(), token_ids=tokens[match.total :], parent=parent)
+            parent = self._insert(added)
         parent.num_calls += 1
         parent.num_prompts += 1
         return Attachment(
             parent=parent,
             attached=attached,
             is_repeated=parent.num_prompts > 1,
-            num_prompt_tokens=len(tokens),
             num_new_context_tokens=num_new,
         )
 
@@ -114,12 +119,31 @@ class SessionTree:
             self.detach(attachment)
             return None
         attachment.parent.num_calls -= 1
-        own = np.asarray(tokens.token_ids, np.int32)
-        segment = self._add(attachment.parent, own, is_sample=True)
-        segment.sample = tokens
-        segment.finish, segment.stop_reason = finish, stop_reason
+        segment = self.add(attachment.parent, tokens, finish, stop_reason)
         segment.num_cached_tokens = num_cached_tokens
         return segment
+
+    def add(
+        self,
+        parent: Segment,
+        tokens: TokenLists,
+        finish: SegmentFinish,
+        stop_reason: int | str | None = None,
+        *,
+        name: str = "",
+    ) -> Segment:
+        """Add sampled tokens below a segment."""
+        assert parent.parent is None or parent.id in self.by_id, "no such parent"
+        segment = Segment(
+            id=self._next_id(),
+            name=name,
+            token_ids=np.asarray(tokens.token_ids, np.int32),
+            parent=parent,
+            sample=tokens,
+            finish=finish,
+            stop_reason=stop_reason,
+        )
+        return self._insert(segment)
 
     def detach(self, attachment: Attachment) -> None:
         """End a call that has sampled nothing, and remove context that no other call has."""
@@ -127,11 +151,16 @@ class SessionTree:
         attachment.parent.num_prompts -= 1
         segment: Segment | None = attachment.parent
         while segment is not None and segment.sample is None and segment.is_leaf:
-            siblings = self._roots if segment.parent is None else segment.parent.children
-            siblings.remove(segment)
-            self.num_segments -= 1
-            self.num_context_tokens -= len(segment.token_ids)
+            self._remove(segment)
             segment = segment.parent
+
+    def drop(self, segment: Segment) -> set[str]:
+        """Remove a segment and all segments below it; returns their ids."""
+        dropped = list(descendants([segment]))
+        for each in reversed(dropped):
+            self._remove(each)
+        self.num_dropped += len(dropped)
+        return {each.id for each in dropped}
 
     def segments(self) -> Iterator[Segment]:
         """All segments; parents precede their children."""
@@ -144,35 +173,9 @@ class SessionTree:
         """
         groups: list[GroupAnswer] = []
         for root in self._roots:
-            leaves = _num_leaves(root)
-            if leaves[root]:
-                groups.append(self._group(len(groups), root, leaves, is_complete=is_complete))
+            if segments := with_samples(root):
+                groups.append(root_answer(len(groups), root, segments, is_complete=is_complete))
         return groups
-
-    def _group(
-        self, index: int, root: Segment, leaves: dict[Segment, int], *, is_complete: bool
-    ) -> GroupAnswer:
-        kept = [each for each in descendants(root.children) if leaves[each]]
-        ends = [each for each in kept if not any(leaves[child] for child in each.children)]
-        depths = {root: -1}
-        for each in kept:
-            assert each.parent is not None, "only roots have no parent"
-            depths[each] = depths[each.parent] + 1
-        first = next(each for each in kept if each.sample is not None)
-        return GroupAnswer(
-            id=root.id,
-            index=index,
-            outcome=_outcome(ends),
-            num_prompt_tokens=len(root.token_ids),
-            prompt_token_ids=root.token_ids.tolist(),
-            num_cached_tokens=min(first.num_cached_tokens, len(root.token_ids)),
-            leaves=[each.id for each in ends],
-            samples=[],
-            segments=[
-                segment_answer(each, root, depths[each], leaves[each] if is_complete else None)
-                for each in kept
-            ],
-        )
 
     def _joins(self, match: _Match, prompt: TokenArray) -> bool:
         """True if the prompt belongs to the matched tree, and is not the root of a new one."""
@@ -210,70 +213,46 @@ class SessionTree:
         head = Segment(
             id=self._next_id(),
             token_ids=segment.token_ids[:num_tokens],
+            depth=segment.depth,
             parent=segment.parent,
             children=[segment],
             num_cached_tokens=segment.num_cached_tokens,
         )
-        siblings = self._roots if segment.parent is None else segment.parent.children
+        siblings = self._siblings(segment)
         siblings[siblings.index(segment)] = head
+        self.by_id[head.id] = head
         if segment.sample is not None:
             length = len(segment.token_ids)
             head.sample = segment.sample.part(0, num_tokens)
             segment.sample = segment.sample.part(num_tokens, length)
         segment.token_ids = segment.token_ids[num_tokens:]
         segment.parent = head
-        self.num_segments += 1
+        for each in descendants([segment]):
+            each.depth += 1
         return head
 
-    def _add(
-        self, parent: Segment | None, tokens: TokenArray, *, is_sample: bool = False
-    ) -> Segment:
-        segment = Segment(id=self._next_id(), token_ids=tokens, parent=parent)
-        (self._roots if parent is None else parent.children).append(segment)
-        self._count(segment, is_sample=is_sample)
+    def _insert(self, segment: Segment) -> Segment:
+        if segment.parent is not None:
+            segment.depth = segment.parent.depth + 1
+        self._siblings(segment).append(segment)
+        self.by_id[segment.id] = segment
+        self._count(segment, 1)
         return segment
 
-    def _count(self, segment: Segment, *, is_sample: bool) -> None:
-        self.num_segments += 1
-        if is_sample:
-            self.num_sampled_tokens += len(segment.token_ids)
+    def _remove(self, segment: Segment) -> None:
+        self._siblings(segment).remove(segment)
+        del self.by_id[segment.id]
+        self._count(segment, -1)
+
+    def _siblings(self, segment: Segment) -> list[Segment]:
+        return self._roots if segment.parent is None else segment.parent.children
+
+    def _count(self, segment: Segment, sign: Literal[1, -1]) -> None:
+        if segment.sample is None:
+            self.num_context_tokens += sign * len(segment.token_ids)
         else:
-            self.num_context_tokens += len(segment.token_ids)
+            self.num_sampled_tokens += sign * len(segment.token_ids)
 
     def _next_id(self) -> str:
-        self._num_ids += 1
-        return f"{self.prefix}.{self._num_ids - 1}"
-
-
-def _num_leaves(root: Segment) -> dict[Segment, int]:
-    """Number of leaves at and below each segment; a leaf is a sample that no sample follows."""
-    found: dict[Segment, int] = {}
-    for segment in reversed(list(descendants([root]))):
-        below = sum(found[child] for child in segment.children)
-        found[segment] = below or int(segment.sample is not None)
-    return found
-
-
-def _outcome(leaves: Sequence[Segment]) -> Outcome:
-    finishes = [leaf.finish for leaf in leaves]
-    if all(finish in COMPLETE_FINISHES for finish in finishes):
-        return "done"
-    return "failed" if set(finishes) == {"error"} else "partial"
-
-
-def segment_answer(
-    segment: Segment, root: Segment | None = None, depth: int = 0, num_leaves: int | None = None
-) -> SegmentAnswer:
-    """Answer of a segment; those directly below `root` have no parent."""
-    sample = segment.sample
-    tokens = sample or TokenColumns(token_ids=segment.token_ids.tolist(), logprobs=[], versions=())
-    return SegmentAnswer(
-        **tokens.wire_fields(SegmentAnswer),
-        id=segment.id,
-        parent=None if segment.parent in (None, root) else segment.parent.id,
-        depth=depth,
-        finish_reason=segment.finish,
-        stop_reason=segment.stop_reason,
-        num_leaves=num_leaves,
-        sampled=sample is not None,
-    )
+        self.num_ids += 1
+        return f"{self.prefix}.{self.num_ids - 1}"
