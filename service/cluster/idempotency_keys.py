@@ -162,23 +162,21 @@ class IdempotencyKeys:
         self.held.add(registry_key)
         is_taken = False
         try:
-            holder = await self._transfer(registry_key, source)
-            if holder != self._cluster.own_id:
-                holder = await self._register(registry_key)
+            holder = await self._register(registry_key, source)
             is_taken = holder == self._cluster.own_id
             if not is_taken and holder not in self._cluster.view.replicas:
                 raise RegistryUnavailable("the holder may have left")
         except RegistryUnavailable:
             raise ClusterUnavailable(retry_after_seconds=RETRY_AFTER_SECONDS) from None
         finally:
-            if not is_taken:  # the registry may have executed the transfer all the same
+            if not is_taken:  # the registry may have changed the holder all the same
                 self.unregister(registry_key)
         return is_taken
 
     async def take_from(self, registry_key: str, replica_id: str) -> None:
         """Transfer a key from another replica, because its resource is here."""
         with suppress(RegistryUnavailable):
-            await self._transfer(registry_key, replica_id)
+            await self._register(registry_key, replica_id)
 
     async def take_back(self, registry_keys: Iterable[str], replica_id: str) -> None:
         """Take keys back that a replica may have taken over with what it has not accepted.
@@ -307,25 +305,19 @@ class IdempotencyKeys:
                     self._unsent_releases.add(registry_key)
         return not (self._unsent_claims or self._unsent_releases)
 
-    async def _register(self, registry_key: str) -> str:
-        """Claim a key in the registry; returns the id of the replica that holds it.
+    async def _register(self, registry_key: str, source: str | None = None) -> str:
+        """Claim a key in the registry, or take it from `source`; returns the id of its holder.
 
         A holder that is no longer registered is replaced, if the view is settled.
         """
         cluster = self._cluster
-        with cluster.count_failures("claim"):
+        with cluster.count_failures("claim" if source is None else "transfer"):
             return await cluster.registry.claim(
                 registry_key,
                 cluster.own_id,
+                source=source,
                 ttl_seconds=CLAIM_SECONDS,
                 allow_takeover=cluster.is_settled,
-            )
-
-    async def _transfer(self, registry_key: str, source: str) -> str:
-        cluster = self._cluster
-        with cluster.count_failures("transfer"):
-            return await cluster.registry.transfer(
-                registry_key, source, cluster.own_id, ttl_seconds=CLAIM_SECONDS
             )
 
     async def _send_release(self, registry_key: str, replica_id: str) -> None:

@@ -55,10 +55,16 @@ class InMemoryRegistry:
         self._replicas.pop(replica_id, None)
 
     async def claim(
-        self, registry_key: str, replica_id: str, *, ttl_seconds: float, allow_takeover: bool
+        self,
+        registry_key: str,
+        replica_id: str,
+        *,
+        source: str | None = None,
+        ttl_seconds: float,
+        allow_takeover: bool,
     ) -> str:
         now, holder = self._clock(), self._claims.get(registry_key)
-        if holder and holder.deadline > now and holder.replica_id != replica_id:
+        if holder and holder.deadline > now and holder.replica_id not in (replica_id, source):
             entry = self._replicas.get(holder.replica_id)
             if not allow_takeover or (entry and entry.deadline > now):
                 return holder.replica_id
@@ -68,15 +74,6 @@ class InMemoryRegistry:
     async def release(self, registry_key: str, replica_id: str) -> None:
         if registry_key in self._claims and self._claims[registry_key].replica_id == replica_id:
             del self._claims[registry_key]
-
-    async def transfer(
-        self, registry_key: str, source: str, replica_id: str, *, ttl_seconds: float
-    ) -> str:
-        holder = await self.holder(registry_key)
-        if holder not in (None, source, replica_id):
-            return holder
-        self._claims[registry_key] = _ClaimEntry(replica_id, self._clock() + ttl_seconds)
-        return replica_id
 
     async def holder(self, registry_key: str) -> str | None:
         held = self._claims.get(registry_key)

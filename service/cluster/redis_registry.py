@@ -51,7 +51,6 @@ class RedisRegistry:
         self._leave_script = self._redis.register_script(LEAVE_SCRIPT)
         self._claim_script = self._redis.register_script(CLAIM_SCRIPT)
         self._release_script = self._redis.register_script(RELEASE_SCRIPT)
-        self._transfer_script = self._redis.register_script(TRANSFER_SCRIPT)
         self._publish_script = self._redis.register_script(PUBLISH_SCRIPT)
         self._target_script = self._redis.register_script(TARGET_SCRIPT)
 
@@ -73,23 +72,21 @@ class RedisRegistry:
         await self._call(self._leave_script, self._keys("replicas", "deadlines"), replica_id)
 
     async def claim(
-        self, registry_key: str, replica_id: str, *, ttl_seconds: float, allow_takeover: bool
+        self,
+        registry_key: str,
+        replica_id: str,
+        *,
+        source: str | None = None,
+        ttl_seconds: float,
+        allow_takeover: bool,
     ) -> str:
         keys = [self._redis_key(registry_key), *self._keys("deadlines")]
-        arguments = (replica_id, _milliseconds(ttl_seconds), int(allow_takeover))
+        arguments = (replica_id, _milliseconds(ttl_seconds), int(allow_takeover), source or "")
         holder: bytes = await self._call(self._claim_script, keys, *arguments)
         return holder.decode(errors="replace")
 
     async def release(self, registry_key: str, replica_id: str) -> None:
         await self._call(self._release_script, [self._redis_key(registry_key)], replica_id)
-
-    async def transfer(
-        self, registry_key: str, source: str, replica_id: str, *, ttl_seconds: float
-    ) -> str:
-        keys = [self._redis_key(registry_key)]
-        arguments = (source, replica_id, _milliseconds(ttl_seconds))
-        holder: bytes = await self._call(self._transfer_script, keys, *arguments)
-        return holder.decode(errors="replace")
 
     async def holder(self, registry_key: str) -> str | None:
         async with self._translate_errors():
@@ -231,10 +228,11 @@ redis.call('ZREM', KEYS[2], ARGV[1])
 """
 
 CLAIM_SCRIPT = """
--- KEYS: claim, deadlines; ARGV: replica id, TTL in milliseconds, 1 to allow a takeover
+-- KEYS: claim, deadlines
+-- ARGV: replica id, TTL in milliseconds, 1 to allow a takeover, replica id of the source or ''
 -- Returns the replica id of the holder. A takeover replaces a holder that is not registered.
 local holder = redis.call('GET', KEYS[1])
-if holder and holder ~= ARGV[1] then
+if holder and holder ~= ARGV[1] and holder ~= ARGV[4] then
   local time = redis.call('TIME')
   local now = time[1] * 1000 + math.floor(time[2] / 1000)
   local deadline = redis.call('ZSCORE', KEYS[2], holder)
@@ -248,15 +246,6 @@ return ARGV[1]
 RELEASE_SCRIPT = """
 -- KEYS: claim; ARGV: replica id
 if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end
-"""
-
-TRANSFER_SCRIPT = """
--- KEYS: claim; ARGV: replica id of the source, replica id, TTL in milliseconds
--- Returns the replica id of the holder
-local holder = redis.call('GET', KEYS[1])
-if holder and holder ~= ARGV[1] and holder ~= ARGV[2] then return holder end
-redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
-return ARGV[2]
 """
 
 PUBLISH_SCRIPT = """

@@ -124,11 +124,9 @@ class ClusterRegistry(Protocol):
     beat: Register or renew the replica for `ttl_seconds` and return the current view.
     leave: Remove the replica. Idempotent.
     claim: Claim an idempotency key for `ttl_seconds` and return the holder's replica id. The caller
-        becomes the holder if there is none, or if the holder is no longer registered and
-        `allow_takeover` is set.
+        becomes the holder if there is none, if it is `source`, which hands the key over, or if it
+        is no longer registered and `allow_takeover` is set. Idempotent.
     release: Remove the claim if the replica holds it.
-    transfer: Make the replica the holder for `ttl_seconds` if `source` holds the key, or nobody;
-        return the holder's replica id. Idempotent.
     holder: Return the replica id of the holder, registered or not; None if there is none.
     publish: Add a manifest. Idempotent for equal content, otherwise raises ManifestConflict.
     withdraw: Remove a manifest. Idempotent.
@@ -140,14 +138,16 @@ class ClusterRegistry(Protocol):
     async def leave(self, replica_id: str) -> None: ...
 
     async def claim(
-        self, registry_key: str, replica_id: str, *, ttl_seconds: float, allow_takeover: bool
+        self,
+        registry_key: str,
+        replica_id: str,
+        *,
+        source: str | None = None,
+        ttl_seconds: float,
+        allow_takeover: bool,
     ) -> str: ...
 
     async def release(self, registry_key: str, replica_id: str) -> None: ...
-
-    async def transfer(
-        self, registry_key: str, source: str, replica_id: str, *, ttl_seconds: float
-    ) -> str: ...
 
     async def holder(self, registry_key: str) -> str | None: ...
 

@@ -47,12 +47,12 @@ class Faulty(InMemoryRegistry):
         return view
 
     async def claim(
-        self, place: str, replica_id: str, *, ttl_seconds: float, allow_takeover: bool
+        self, registry_key: str, replica_id: str, *, source: str | None = None, **options: Any
     ) -> str:
         if self.claiming is not None:
             await self.claiming()
         holder: str = await self._heard(
-            super().claim(place, replica_id, ttl_seconds=ttl_seconds, allow_takeover=allow_takeover)
+            super().claim(registry_key, replica_id, source=source, **options)
         )
         return holder
 

@@ -256,10 +256,12 @@ async def test_callers_of_a_cancelled_copy_get_the_result_of_the_source(
 class LosesTransfers(InMemoryRegistry):
     """Registry whose transfers are executed, but whose responses are lost."""
 
-    async def transfer(
-        self, registry_key: str, source: str, replica_id: str, *, ttl_seconds: float
+    async def claim(
+        self, registry_key: str, replica_id: str, *, source: str | None = None, **options: Any
     ) -> str:
-        await super().transfer(registry_key, source, replica_id, ttl_seconds=ttl_seconds)
+        holder = await super().claim(registry_key, replica_id, source=source, **options)
+        if source is None:
+            return holder
         raise RegistryUnavailable("lost")
 
 

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,11 +41,11 @@ class Interrupted(InMemoryRegistry):
         self.is_available = False
         self.num_failed = 0
 
-    async def transfer(
-        self, registry_key: str, source: str, replica_id: str, *, ttl_seconds: float
+    async def claim(
+        self, registry_key: str, replica_id: str, *, source: str | None = None, **options: Any
     ) -> str:
-        if self.is_available:
-            return await super().transfer(registry_key, source, replica_id, ttl_seconds=ttl_seconds)
+        if source is None or self.is_available:
+            return await super().claim(registry_key, replica_id, source=source, **options)
         self.num_failed += 1
         raise RegistryUnavailable("down")
 

@@ -32,21 +32,23 @@ class OneTransfer(InMemoryRegistry):
 
     num_transfers = 0
 
-    async def transfer(
-        self, registry_key: str, source: str, replica_id: str, *, ttl_seconds: float
+    async def claim(
+        self, registry_key: str, replica_id: str, *, source: str | None = None, **options: Any
     ) -> str:
-        self.num_transfers += 1
-        if self.num_transfers == 2:
+        self.num_transfers += source is not None
+        if source is not None and self.num_transfers == 2:
             raise RegistryUnavailable("down")
-        return await super().transfer(registry_key, source, replica_id, ttl_seconds=ttl_seconds)
+        return await super().claim(registry_key, replica_id, source=source, **options)
 
 
 class Unavailable(InMemoryRegistry):
     """Registry whose transfers fail, as while Redis fails over."""
 
-    async def transfer(
-        self, registry_key: str, source: str, replica_id: str, *, ttl_seconds: float
+    async def claim(
+        self, registry_key: str, replica_id: str, *, source: str | None = None, **options: Any
     ) -> str:
+        if source is None:
+            return await super().claim(registry_key, replica_id, source=source, **options)
         raise RegistryUnavailable("down")
 
 

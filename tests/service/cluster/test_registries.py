@@ -6,6 +6,7 @@ Uses real time: Redis has its own clock.
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -131,17 +132,18 @@ async def test_claim_expires_after_its_ttl(directory: ClusterRegistry) -> None:
 
 async def test_claim_is_transferred_only_from_its_holder(directory: ClusterRegistry) -> None:
     await directory.claim("p", A.id, ttl_seconds=LONG, allow_takeover=False)
-    other = await directory.transfer("p", "c" * 12, B.id, ttl_seconds=LONG)
+    take = partial(directory.claim, "p", B.id, ttl_seconds=LONG, allow_takeover=False)
+    other = await take(source="c" * 12)
     unchanged = await directory.holder("p")
-    moved = await directory.transfer("p", A.id, B.id, ttl_seconds=LONG)
-    again = await directory.transfer("p", A.id, B.id, ttl_seconds=LONG)
+    moved, again = await take(source=A.id), await take(source=A.id)
     assert (other, unchanged, moved, again) == (A.id, A.id, B.id, B.id)
     assert await directory.holder("p") == B.id
 
 
 async def test_claim_without_a_holder_can_be_transferred(directory: ClusterRegistry) -> None:
     assert await directory.holder("p") is None
-    assert await directory.transfer("p", A.id, B.id, ttl_seconds=SHORT) == B.id
+    take = partial(directory.claim, "p", B.id, ttl_seconds=SHORT, allow_takeover=False)
+    assert await take(source=A.id) == B.id
     await asyncio.sleep(SHORT + 0.05)
     assert await directory.holder("p") is None
 

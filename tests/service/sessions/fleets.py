@@ -28,12 +28,13 @@ class HeldRegistry(InMemoryRegistry):
         super().__init__()
         self.requested, self.gate = asyncio.Event(), asyncio.Event()
 
-    async def transfer(
-        self, registry_key: str, source: str, replica_id: str, *, ttl_seconds: float
+    async def claim(
+        self, registry_key: str, replica_id: str, *, source: str | None = None, **options: Any
     ) -> str:
-        self.requested.set()
-        await self.gate.wait()
-        return await super().transfer(registry_key, source, replica_id, ttl_seconds=ttl_seconds)
+        if source is not None:
+            self.requested.set()
+            await self.gate.wait()
+        return await super().claim(registry_key, replica_id, source=source, **options)
 
 
 @asynccontextmanager
