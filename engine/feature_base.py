@@ -114,6 +114,8 @@ class EngineFeature(SleepListener):
     """
 
     name: ClassVar[str]
+    covers: ClassVar[Mapping[str, str]] = {}
+    """Arguments of vLLM that its settings cover, which therefore cannot be set, by argument."""
     core: ClassVar[CorePart] = CorePart()
     worker: ClassVar[WorkerPart] = WorkerPart()
     engine: RunningEngine

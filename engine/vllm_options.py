@@ -95,6 +95,7 @@ class RoutedExperts(VllmOption):
     """Experts that each token was routed to."""
 
     name = "routed_experts"
+    covers = {"enable_return_routed_experts": "engine.return_routed_experts"}
 
     def set_arguments(self, arguments: AsyncEngineArgs, *, on_cpu: bool) -> None:
         settings = self.settings.engine

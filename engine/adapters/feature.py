@@ -31,6 +31,12 @@ class Adapters(EngineFeature):
     """Adapters that are loaded into the running engine."""
 
     name = "lora_adapters"
+    covers = {
+        "enable_lora": "engine.max_adapters",
+        "max_loras": "engine.max_adapters",
+        "max_cpu_loras": "engine.max_adapters",
+        "max_lora_rank": "engine.max_adapter_rank",
+    }
     worker = WorkerPart(methods=METHODS)
 
     def __init__(self, settings: StartSettings) -> None:

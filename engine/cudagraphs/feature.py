@@ -41,6 +41,10 @@ class CudaGraphPlan(EngineFeature):
     """CUDA graphs that fit a budget."""
 
     name = "cuda_graph_plan"
+    covers = {
+        "cudagraph_capture_sizes": "graphs.budget_bytes",
+        "max_cudagraph_capture_size": "graphs.budget_bytes",
+    }
     worker = WorkerPart(
         install=_install, methods=(coppice_reset_graph_counters,), counted=COUNTERS.read
     )

@@ -33,6 +33,7 @@ class DraftModel(EngineFeature):
     """Draft model with its checkpoints, which a process of its own may train."""
 
     name = "drafter"
+    covers = {"spec_model": "speculation.drafter"}
     core = CorePart(methods=METHODS, counted=counted)
     worker = WorkerPart(install=register_speculator)
     interface: Drafter | None = None

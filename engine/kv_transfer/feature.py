@@ -144,6 +144,10 @@ class KvOffloading(EngineFeature):
     """vLLM's offloading of KV to host memory, with versions in its keys."""
 
     name = "kv_offloading"
+    covers = {
+        "kv_offloading_size": "engine.kv_offload_bytes",
+        "kv_offloading_backend": "engine.kv_offload_bytes",
+    }
 
     def check(self) -> None:
         if self.settings.engine.kv_offload_bytes is not None:

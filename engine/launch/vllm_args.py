@@ -18,6 +18,7 @@ from vllm.config.quantization import QuantizationConfigArgs
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from engine.errors import StartFailed
+from engine.features import FEATURES
 from engine.launch.chat_template_options import load_template
 from engine.settings import EngineSettings
 from engine.settings.vllm_arguments import PASSED_UNCHANGED
@@ -30,26 +31,13 @@ COVERED: Final = {
     "enforce_eager": "engine.eager",
     "kv_cache_memory_bytes": "engine.cache_bytes",
     "enable_sleep_mode": "engine.enable_sleep_mode",
-    "weight_transfer_config": "engine.weight_transfer",
-    "enable_return_routed_experts": "engine.return_routed_experts",
-    "enable_lora": "engine.max_adapters",
-    "max_loras": "engine.max_adapters",
-    "max_cpu_loras": "engine.max_adapters",
-    "max_lora_rank": "engine.max_adapter_rank",
-    "speculative_config": "speculation.mode",
-    "spec_method": "speculation.mode",
-    "spec_model": "speculation.drafter",
-    "spec_tokens": "speculation.longest_draft",
-    "cudagraph_capture_sizes": "graphs.budget_bytes",
-    "max_cudagraph_capture_size": "graphs.budget_bytes",
-    "kv_offloading_size": "engine.kv_offload_bytes",
-    "kv_offloading_backend": "engine.kv_offload_bytes",
     "max_num_queued_reqs": "limits.max_samples_running",
     "max_num_queued_tokens": "limits.max_samples_running",
     "logging_config": "log.level",
     "log_level": "log.level",
     "log_config_file": "log.level",
     "hf_token": "the environment variable HF_TOKEN",
+    **{name: setting for feature in FEATURES for name, setting in feature.covers.items()},
 }
 """Arguments of vLLM that a setting with another name covers."""
 _LOGPROBS = "logprobs must be those of the distribution that a request's parameters define"

@@ -45,6 +45,11 @@ class Speculation(EngineFeature):
     """Drafts of sibling samples or of a draft model, and the prediction of their gain."""
 
     name = "speculation"
+    covers = {
+        "speculative_config": "speculation.mode",
+        "spec_method": "speculation.mode",
+        "spec_tokens": "speculation.longest_draft",
+    }
     core = CorePart(
         methods=(*engine_core_methods.METHODS, *baseline_methods.METHODS),
         counted=engine_core_methods.counted,

@@ -11,6 +11,7 @@ class WeightTransfer(EngineFeature):
     """Hand-over of weights in GPU memory by CUDA IPC."""
 
     name = "weight_transfer"
+    covers = {"weight_transfer_config": "engine.weight_transfer"}
 
     def check(self) -> None:
         if self.settings.engine.weight_transfer is not None:

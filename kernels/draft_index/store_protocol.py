@@ -20,8 +20,6 @@ class InvalidCall(Exception):
 
 MAX_DRAFT_TOKENS = 32
 """Upper bound of `max_draft_tokens`."""
-MAX_MATCH_LENGTH = 32
-"""Match lengths are capped at this number of tokens."""
 ORDERS = (4, 2, 1)
 """n-gram orders of the index of one prompt's texts, looked up from the longest."""
 MAX_LOOKUPS = 24
@@ -48,36 +46,7 @@ TOO_MANY_TEXTS = f"a prompt has at most {MAX_TEXTS - 1} running responses"
 MAX_TEXT_TOKENS = 2**21
 AGE_SHIFT = 2
 """A vote's weight is divided by 1 + age / 2**AGE_SHIFT."""
-# Cells of the acceptance estimate (csrc/acceptance_estimate.h): combinations of scope, match
-# length, agreement and position; a coarse cell combines scope and agreement only.
 NUM_SCOPES = 4
-MATCH_LENGTH_BOUNDS = (3, 4, 6, 9, 13, 20, 32)
-POSITION_BOUNDS = (1, 2, 3, 5, 9)
-UNANIMOUS_BOUNDS = (2, 3, 5, 9)
-NUM_AGREEMENTS = 3 + len(UNANIMOUS_BOUNDS) + 1
-NUM_MATCH_BINS = len(MATCH_LENGTH_BOUNDS) + 1
-NUM_POSITION_BINS = len(POSITION_BOUNDS) + 1
-NUM_CELLS = NUM_SCOPES * NUM_AGREEMENTS * NUM_MATCH_BINS * NUM_POSITION_BINS
-NUM_COARSE_CELLS = NUM_SCOPES * NUM_AGREEMENTS
-MAX_COUNT, MAX_COARSE_COUNT = 2**12, 2**16
-PRIOR_WEIGHT = 8.0
-"""Number of pseudo-counts added: at the coarse cell's rate to a cell, at 0.5 to a coarse cell."""
-
-
-def weight(match_length: int, age: int) -> int:
-    """Weight of a matching text's vote for a draft token, in fixed point."""
-    return (match_length * match_length << 16) // ((1 << AGE_SHIFT) + age)
-
-
-def position_weight(distance: int) -> int:
-    """Factor on the vote of another response to a prompt, larger if the positions are close.
-
-    `distance` is that of the positions in both responses. The factor is 8 up to 4 tokens, 4 up to
-    16, 2 up to 64, then 1.
-    """
-    return 8 >> min(3, max(0, (max(distance - 1, 0).bit_length() - 1) // 2))
-
-
 # Bytes charged against `max_bytes`: upper bounds of what tables and vectors take after growth.
 PROMPT_BYTES = 1024
 TEXT_BYTES = 160

@@ -11,22 +11,21 @@ from bisect import bisect_right
 
 import numpy as np
 
-from kernels.draft_index.store_protocol import (
-    MATCH_LENGTH_BOUNDS,
-    MAX_COARSE_COUNT,
-    MAX_COUNT,
-    NUM_AGREEMENTS,
-    NUM_BINS,
-    NUM_CELLS,
-    NUM_COARSE_CELLS,
-    NUM_MATCH_BINS,
-    NUM_POSITION_BINS,
-    NUM_SCOPES,
-    POSITION_BOUNDS,
-    PRIOR_WEIGHT,
-    UNANIMOUS_BOUNDS,
-    Reliability,
-)
+from kernels.draft_index.store_protocol import NUM_BINS, NUM_SCOPES, Reliability
+
+# Cells of the acceptance estimate (csrc/acceptance_estimate.h): combinations of scope, match
+# length, agreement and position; a coarse cell combines scope and agreement only.
+MATCH_LENGTH_BOUNDS = (3, 4, 6, 9, 13, 20, 32)
+POSITION_BOUNDS = (1, 2, 3, 5, 9)
+UNANIMOUS_BOUNDS = (2, 3, 5, 9)
+NUM_AGREEMENTS = 3 + len(UNANIMOUS_BOUNDS) + 1
+NUM_MATCH_BINS = len(MATCH_LENGTH_BOUNDS) + 1
+NUM_POSITION_BINS = len(POSITION_BOUNDS) + 1
+NUM_CELLS = NUM_SCOPES * NUM_AGREEMENTS * NUM_MATCH_BINS * NUM_POSITION_BINS
+NUM_COARSE_CELLS = NUM_SCOPES * NUM_AGREEMENTS
+MAX_COUNT, MAX_COARSE_COUNT = 2**12, 2**16
+PRIOR_WEIGHT = 8.0
+"""Number of pseudo-counts added: at the coarse cell's rate to a cell, at 0.5 to a coarse cell."""
 
 
 def agreement_class(num_agreeing: int, total: int) -> int:

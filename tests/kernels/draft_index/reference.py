@@ -19,7 +19,12 @@ from kernels.draft_index.store_protocol import (
 from tests.kernels.draft_index.acceptance_reference import AcceptanceEstimate, cell
 from tests.kernels.draft_index.reference_rows import PendingDraft, Row
 from tests.kernels.draft_index.reference_texts import PromptRecord, ResponseLog, Text
-from tests.kernels.draft_index.reference_votes import DraftedToken, MatchFinder, vote_tokens
+from tests.kernels.draft_index.reference_votes import (
+    MAX_MATCH_LENGTH,
+    DraftedToken,
+    MatchFinder,
+    vote_tokens,
+)
 
 
 class ReferenceStore:
@@ -54,7 +59,7 @@ class ReferenceStore:
             record.compact()
         if len(record.texts) == store_protocol.MAX_TEXTS:
             raise InvalidCall(store_protocol.TOO_MANY_TEXTS)
-        tail = record.prompt.tokens[-store_protocol.MAX_MATCH_LENGTH :]
+        tail = record.prompt.tokens[-MAX_MATCH_LENGTH:]
         text = Text(
             tokens=list(tail),
             num_prompt_tokens=len(tail),

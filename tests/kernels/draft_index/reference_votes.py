@@ -12,6 +12,23 @@ from kernels.draft_index import store_protocol
 from kernels.draft_index.store_protocol import Scope
 from tests.kernels.draft_index.reference_texts import PromptRecord, ResponseLog, Text
 
+MAX_MATCH_LENGTH = 32
+"""Match lengths are capped at this number of tokens."""
+
+
+def weight_of(match_length: int, age: int) -> int:
+    """Weight of a matching text's vote for a draft token, in fixed point."""
+    return (match_length * match_length << 16) // ((1 << store_protocol.AGE_SHIFT) + age)
+
+
+def position_weight(distance: int) -> int:
+    """Factor on the vote of another response to a prompt, larger if the positions are close.
+
+    `distance` is that of the positions in both responses. The factor is 8 up to 4 tokens, 4 up to
+    16, 2 up to 64, then 1.
+    """
+    return 8 >> min(3, max(0, (max(distance - 1, 0).bit_length() - 1) // 2))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
@@ -54,7 +71,7 @@ class MatchFinder:
 
     def find_matches(self) -> list[Match]:
         found: list[Match] = []
-        next_order = store_protocol.MAX_MATCH_LENGTH + 1
+        next_order = MAX_MATCH_LENGTH + 1
         for order in store_protocol.ORDERS:
             if len(found) < store_protocol.MIN_VOTES:
                 left = store_protocol.MAX_VOTES - len(found)
@@ -95,7 +112,7 @@ class MatchFinder:
                 before = self.log.tokens[max(text.begin, self.log.tail) : end]
                 match_length = common_suffix_length(before, self.text.tokens)
                 after = self.log.tokens[end : text.end]
-                weight = store_protocol.weight(match_length, self.version - text.version)
+                weight = weight_of(match_length, self.version - text.version)
                 yield Match(
                     after=after,
                     is_own=False,
@@ -105,9 +122,9 @@ class MatchFinder:
                 )
 
     def _make_match(self, text: Text, end: int, match_length: int, scope: Scope) -> Match:
-        weight = store_protocol.weight(match_length, self.version - text.version)
+        weight = weight_of(match_length, self.version - text.version)
         if scope is not Scope.SELF:
-            weight *= store_protocol.position_weight(abs(len(self.text.tokens) - end))
+            weight *= position_weight(abs(len(self.text.tokens) - end))
         is_own = text is self.text
         return Match(
             after=text.tokens[end:],
@@ -124,7 +141,7 @@ class MatchFinder:
 
 
 def common_suffix_length(one: Sequence[int], other: Sequence[int]) -> int:
-    most = min(len(one), len(other), store_protocol.MAX_MATCH_LENGTH)
+    most = min(len(one), len(other), MAX_MATCH_LENGTH)
     return next((i for i in range(most) if one[-1 - i] != other[-1 - i]), most)
 
 
