@@ -9,18 +9,18 @@ import httpx
 import pytest
 
 from service.cluster.in_memory import InMemoryRegistry
-from service.moves.state import estimated_bytes
-from tests.service.cluster.test_move_outcomes import sender_of
-from tests.service.cluster.test_moves import (
+from service.handoff.rollout_state import estimated_bytes
+from tests.service.cluster.test_handoff import (
     LONG,
     PROMPT,
     engine_of,
     holder_first,
-    moved_state,
+    offered_state,
     post,
     replicas,
     see_each_other,
 )
+from tests.service.cluster.test_handoff_outcomes import sender_of
 from tests.service.test_rollouts import body, group, running_samples
 
 pytestmark = pytest.mark.slow
@@ -85,8 +85,8 @@ async def test_tokens_of_a_moved_result_are_streamed(tmp_path: Path) -> None:
 
 async def test_more_given_tokens_than_a_sample_has_are_refused(tmp_path: Path) -> None:
     async with replicas(tmp_path, InMemoryRegistry()) as (a, b):
-        state = moved_state(a) | {"given": [{"group": 0, "index": 0, "num_tokens": 2}]}
-        response = await b.http.post("/v1/moves", json=state)
+        state = offered_state(a) | {"given": [{"group": 0, "index": 0, "num_tokens": 2}]}
+        response = await b.http.post("/v1/handoff/rollouts", json=state)
         assert (response.status_code, b.server.admission.num_samples) == (422, 0)
         assert len(b.server.rollouts.keys) == 0
 

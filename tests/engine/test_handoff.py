@@ -42,7 +42,7 @@ async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[
                     VllmEngine(settings(cache_directory=base / "cache")),
                     registry,
                     weights={"peers": ["http://127.0.0.1:*"]},
-                    cluster={"expire_seconds": 600.0, "move_seconds": 60.0},
+                    cluster={"expire_seconds": 600.0, "handoff_seconds": 60.0},
                 )
             )
             for name in "ab"
@@ -82,9 +82,9 @@ async def test_samples_that_move_twice_have_the_tokens_of_no_move(
     expected = await rollout(a, request(5))
     calling = asyncio.create_task(rollout(a, request(5)))
     await have_sampled(a, 100)
-    await a.server.move_sender.send_all(60.0)
+    await a.server.handoff.sender.send_all(a.server.handoff.running, 60.0)
     await have_sampled(b, 200)
-    await b.server.move_sender.send_all(60.0)
+    await b.server.handoff.sender.send_all(b.server.handoff.running, 60.0)
     for one, other in zip(samples(await calling), samples(expected), strict=True):
         assert one["token_ids"] == other["token_ids"]
         assert one["logprobs"] == pytest.approx(other["logprobs"], abs=TOLERANCE)
