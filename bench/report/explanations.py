@@ -38,7 +38,7 @@ EXPLANATIONS = {
     ),
     "drain": (
         "Time of a drain that hands over running samples",
-        "Without hand-over (`cluster.handoff_seconds: 0`) the replica runs the samples to their end.",
+        "Without it (`cluster.handoff_seconds: 0`) the replica runs the samples to their end.",
     ),
     "draft_store": ("Time of the draft store", "Sibling drafts are read from this store."),
     "drafter_recovery": ("Acceptance of the drafter after a policy update", ""),

@@ -51,14 +51,14 @@ async def state_of(rollout: Rollout, *, version: str) -> RolloutState:
         adapter=rollout.adapter,
         awaits_fetch=rollout.awaits_fetch or not rollout.ended,
         detached=rollout.detached,
-        stream_tokens=rollout.streams_tokens,
+        stream_tokens=rollout.log.streams_tokens,
         given=[
             GivenTokens(group=group, index=index, num_tokens=number)
-            for (group, index), number in rollout.num_resumed.items()
+            for (group, index), number in rollout.log.num_resumed.items()
             if number
         ],
         request=request and request.model_copy(update={"continue_from": None}),
-        records=[each for each in rollout.log if isinstance(each, ResultRecord)],
+        records=[each for each in rollout.log.records if isinstance(each, ResultRecord)],
         groups=[await _group_state(group) for group in groups],
     )
 
@@ -87,7 +87,7 @@ def estimated_bytes(rollout: Rollout, engine: Generation) -> int:
     The results take about half of the memory that they are counted with.
     """
     running = sum(_num_tokens(group, engine) for group in rollout.groups)
-    return rollout.num_bytes // 2 + TOKEN_BYTES * running
+    return rollout.log.num_bytes // 2 + TOKEN_BYTES * running
 
 
 def _num_tokens(group: Group, engine: Generation) -> int:

@@ -260,7 +260,7 @@ class RolloutArrivals:
     def _reserve(self, state: RolloutState, request: NewRollout | None) -> Reservation:
         num_bytes = 0
         if request is not None:
-            num_bytes = self.rollouts.support_bytes(request, _prompts(state, request))
+            num_bytes = self.rollouts.factory.support_bytes(request, _prompts(state, request))
         samples = [sample for group in state.groups for sample in group.samples]
         return self.admission.reserve(
             state.owner,
@@ -276,7 +276,7 @@ class RolloutArrivals:
             return NOTHING_LEFT
         if request.branching is not None or not can_move(request):
             raise InvalidRequest.of_parameter("request", "has options that have no state")
-        resolved = self.rollouts.resolve(request.weights, request.adapter)
+        resolved = self.rollouts.factory.resolve(request.weights, request.adapter)
         if resolved.adapter != state.adapter:
             raise VersionConflict(f"the adapter here is {resolved.adapter!r}")
         return resolved

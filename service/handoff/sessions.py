@@ -200,8 +200,8 @@ class SessionArrivals:
             raise _invalid("sequence", "only in the first offer of a group")
         num_open = sum(session.state == "open" for session in offer.sessions)
         if num_open:
-            self.rollouts.check_kept_kv(group.options.keep_kv, group.options.weights)
-            self.rollouts.resolve(group.options.weights, group.options.adapter)
+            self.rollouts.factory.check_kept_kv(group.options.keep_kv, group.options.weights)
+            self.rollouts.factory.resolve(group.options.weights, group.options.adapter)
         self.sessions.check_capacity(offer.owner, num_open)
 
     @asynccontextmanager

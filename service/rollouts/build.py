@@ -14,6 +14,7 @@ from service.rollouts.admission import Admission
 from service.rollouts.fairness import PriorityAging
 from service.rollouts.group_factory import GroupFactory
 from service.rollouts.manager import RolloutManager
+from service.rollouts.rollout_factory import RolloutFactory
 from service.rollouts.scoring import Scoring
 from service.rollouts.tokenizer import Tokenizer
 from service.rollouts.trees.external_tree import ExternalTrees
@@ -50,15 +51,22 @@ def build_rollouts(
     group_factory = GroupFactory(
         engine, tokenizer, aging, kv.kv_reuse, max_lease_seconds=lease_seconds
     )
-    manager = RolloutManager(
+    factory = RolloutFactory(
         engine,
         versions,
         tokenizer,
+        adapters,
+        group_factory,
+        limits,
+        replica_id=cluster.membership.own_id,
+    )
+    manager = RolloutManager(
+        engine,
         kv.prompt_kv,
         cluster.membership,
         adapters,
         admission,
-        group_factory,
+        factory,
         observability,
         limits,
     )

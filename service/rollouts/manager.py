@@ -7,34 +7,24 @@ nothing of it.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from coppice.wire.columns.kv_versions import KeepKv
 from coppice.wire.columns.logprobs import PromptLogprobs
-from coppice.wire.columns.token_columns import TokenLists
-from coppice.wire.rollouts import WeightsConstraint
 from engine.protocol.generation import Generation
 from service.adapters.manager import AdapterManager
 from service.cluster.membership import ClusterMembership
-from service.cluster.registry import new_rollout_id
 from service.config.limits import LimitsSettings
 from service.errors import DRAINING_RETRY_SECONDS, Draining, RolloutNotFound, ServiceError
 from service.observability.build import Observability
 from service.prompt_kv.manager import PromptKvManager
-from service.rollouts import logprob_tables, supports, validation
 from service.rollouts.admission import Admission, Reservation
-from service.rollouts.group_factory import GroupFactory
 from service.rollouts.idempotency import IdempotencyClaim, IdempotencyKeys
-from service.rollouts.kept_kv import rollout_chain
-from service.rollouts.request import NewRollout, Resolved
+from service.rollouts.request import NewRollout
 from service.rollouts.result_cache import ResultCache
 from service.rollouts.rollout import Rollout
-from service.rollouts.sampling import check_sampling
-from service.rollouts.suspended_group import can_move
-from service.rollouts.tokenizer import Tokenizer
-from service.versions import Versions
+from service.rollouts.rollout_factory import RolloutFactory
 
 PromptScorer = Callable[[NewRollout, list[list[int]]], Awaitable[list[PromptLogprobs]]]
 POLL_SECONDS = 0.05
@@ -49,25 +39,20 @@ class RolloutManager:
     def __init__(
         self,
         engine: Generation,
-        versions: Versions,
-        tokenizer: Tokenizer,
         prompt_kv: PromptKvManager,
         fleet: ClusterMembership,
         adapters: AdapterManager,
         admission: Admission,
-        group_factory: GroupFactory,
+        factory: RolloutFactory,
         observability: Observability,
         limits: LimitsSettings,
     ) -> None:
         self._engine = engine
-        self._versions = versions
-        self._tokenizer = tokenizer
         self._prompt_kv = prompt_kv
         self._fleet = fleet
         self._adapters = adapters
         self._admission = admission
-        self._limits = limits
-        self._group_factory = group_factory
+        self.factory = factory
         self._observability = observability
         self._running: dict[str, Rollout] = {}
         seconds = limits.keep_answers_seconds
@@ -141,22 +126,19 @@ class RolloutManager:
         detached: bool,
         claim: IdempotencyClaim | None = None,
     ) -> Rollout:
-        num_samples = self._check(request, is_blocking=not (detached or request.stream))
-        await check_sampling(self._engine, request.sampling)
-        prompts = await self._tokenizer.all_token_ids([group.prompt for group in request.groups])
-        logprob_tables.check_rollout(request, prompts, num_samples, self._engine.info)
-        support_bytes = self.support_bytes(request, prompts, detached=detached)
-        continued = await validation.check_continue_from(request, prompts, self._engine.info)
+        prepared = await self.factory.prepare(
+            request, detached=detached, is_blocking=not (detached or request.stream)
+        )
         reservation = self._admission.reserve(
             request.owner,
-            samples=num_samples,
-            prompt_tokens=_num_tokens(request, prompts),
-            support_bytes=support_bytes,
+            samples=prepared.num_samples,
+            prompt_tokens=prepared.num_tokens,
+            support_bytes=prepared.support_bytes,
         )
         try:
-            scored = await _score_prompts(request, prompts, prompt_scorer)
-            rollout = await self._create(
-                request, prompts, continued, detached=detached, claim=claim
+            scored = await _score_prompts(request, prepared.prompts, prompt_scorer)
+            rollout = await self.factory.create(
+                request, prepared, self.wait_gate_open, detached=detached, claim=claim
             )
             for group, prompt_logprobs in zip(rollout.groups, scored, strict=True):
                 group.prompt_logprobs = prompt_logprobs
@@ -166,65 +148,6 @@ class RolloutManager:
         except BaseException:
             self._admission.release(reservation)
             raise
-
-    def _check(self, request: NewRollout, *, is_blocking: bool) -> int:
-        """Check what needs no tokens; returns the number of samples."""
-        num_samples = validation.check(request, is_blocking=is_blocking)
-        self.check_kept_kv(request.keep_kv, request.weights)
-        return num_samples
-
-    async def _create(
-        self,
-        request: NewRollout,
-        prompts: list[list[int]],
-        continued: Mapping[int, Sequence[TokenLists]],
-        *,
-        detached: bool,
-        claim: IdempotencyClaim | None,
-    ) -> Rollout:
-        """Create a rollout; repeat if the weights version or the adapter has changed.
-
-        There is no await after the last comparison.
-        """
-        rollout_id, keep, chain = new_rollout_id(self._fleet.own_id), request.keep_kv, request.chain
-        if keep is not None:
-            chain = rollout_chain(request.owner, keep, keep.chain or rollout_id)
-        while True:
-            await self.wait_gate_open()
-            resolved = self.resolve(request.weights, request.adapter)
-            groups = await self._group_factory.groups(request, prompts, resolved, continued, chain)
-            await self.wait_gate_open()
-            if self.resolve(request.weights, request.adapter) == resolved:
-                break
-        is_movable = can_move(request)
-        return Rollout(
-            rollout_id,
-            groups,
-            detached=detached,
-            claims=() if claim is None else (claim,),
-            can_move=is_movable,
-            request=request.body if is_movable else None,
-        )
-
-    def resolve(self, weights: WeightsConstraint | None, adapter: str | None) -> Resolved:
-        """Exact weights version, if required, and adapter version of a rollout that starts now."""
-        return Resolved(self._versions.admit(weights), self._adapters.resolve(adapter))
-
-    def support_bytes(
-        self, request: NewRollout, prompts: list[list[int]], *, detached: bool = True
-    ) -> int:
-        """Upper bound of the memory of a request's supports, in bytes; raises InvalidRequest."""
-        return supports.check(
-            request,
-            prompts,
-            self._engine.info,
-            max_bytes=self._limits.max_support_bytes,
-            max_kept_bytes=self._limits.keep_answers_bytes if detached else None,
-        )
-
-    def check_kept_kv(self, keep: KeepKv | None, weights: WeightsConstraint | None) -> None:
-        """Refuse an option to keep KV across weights updates that cannot be met."""
-        validation.check_kept_kv(keep, weights, self._engine.info)
 
     def get(self, rollout_id: str, *, owner: str) -> Rollout:
         """Find a running or retained rollout of `owner`; RolloutNotFound if there is none.
@@ -378,7 +301,7 @@ class RolloutManager:
             self._fleet.claims.discard(claim.cluster_key)
             self.keys.ended(claim)
         rollout.drop_groups()
-        rollout.drop_log()
+        rollout.log.clear()
         rollout.awaits_fetch = False
         self._results.add(rollout)
 
@@ -412,12 +335,6 @@ class RolloutManager:
 
 def _is_movable_result(rollout: Rollout) -> bool:
     return rollout.awaits_fetch and rollout.can_move and rollout.error is None
-
-
-def _num_tokens(request: NewRollout, prompts: list[list[int]]) -> int:
-    """Tokens of the prompts, and of the samples to resume."""
-    continued = () if request.continue_from is None else request.continue_from.samples
-    return sum(map(len, prompts)) + sum(len(sample.token_ids) for sample in continued)
 
 
 async def _score_prompts(

@@ -50,10 +50,10 @@ class ResultCache:
 
         Such a rollout would evict all others, and then be evicted, too.
         """
-        if rollout.num_bytes > self._max_bytes:
+        if rollout.log.num_bytes > self._max_bytes:
             return
         self._rollouts[rollout.id] = (self._clock(), rollout)
-        self._num_bytes += rollout.num_bytes
+        self._num_bytes += rollout.log.num_bytes
         self.drop_expired()
 
     def get(self, rollout_id: str) -> Rollout | None:
@@ -71,7 +71,7 @@ class ResultCache:
 
     def check(self) -> None:
         """Assert that the byte count of the cache matches its entries and is within the limit."""
-        held = sum(rollout.num_bytes for _, rollout in self._rollouts.values())
+        held = sum(rollout.log.num_bytes for _, rollout in self._rollouts.values())
         assert held == self._num_bytes <= self._max_bytes, (
             "the sizes of cached results do not add up"
         )
@@ -83,4 +83,4 @@ class ResultCache:
 
     def _drop(self, rollout_id: str) -> None:
         _, rollout = self._rollouts.pop(rollout_id)
-        self._num_bytes -= rollout.num_bytes
+        self._num_bytes -= rollout.log.num_bytes

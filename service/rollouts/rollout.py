@@ -1,40 +1,21 @@
 """Execution of a rollout: runs the groups of one request concurrently and logs their results.
 
-The log is append-only and any number of readers can read it from the start, so a streamed and a
-plain answer are two views of the same run. A rollout ends exactly once, with an answer or with an
-error.
+A rollout ends exactly once, with an answer or with an error.
 """
 
 import asyncio
 import logging
-import sys
-from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
-from coppice.wire.chat import ParsedMessage
-from coppice.wire.columns.token_columns import TokenLists, column_bytes
-from coppice.wire.packed.results import (
-    EndRecord,
-    GroupRecord,
-    KvRecord,
-    ProgressRecord,
-    Record,
-    SampleRecord,
-    SegmentRecord,
-    StartRecord,
-)
+from coppice.wire.packed.results import EndRecord, ProgressRecord, Record
 from coppice.wire.rollouts import (
     GroupAnswer,
-    GroupHead,
     Outcome,
     RolloutAnswer,
     RolloutRequest,
     RunningAnswer,
-    SampleAnswer,
-    SegmentAnswer,
-    Usage,
 )
 from engine.protocol.generation import Generation
 from service.cluster.membership import RETRY_AFTER_SECONDS
@@ -42,24 +23,17 @@ from service.errors import ClusterUnavailable, Draining, RedirectToReplica, Serv
 from service.http.exception_handlers import to_service_error
 from service.log_context import group_id, rollout_id
 from service.observability.build import Observability
-from service.prompt_kv.group_exports import NOT_CONTINUED, KvState, exporting_group
+from service.prompt_kv.group_exports import NOT_CONTINUED, exporting_group
 from service.prompt_kv.manager import PromptKvManager
 from service.rollouts.fairness import PER_TURN, TimeSlice, Turns
 from service.rollouts.group import EndReason, Group
 from service.rollouts.group_options import GroupOptions, given_tokens, num_given
 from service.rollouts.idempotency import IdempotencyClaim
-from service.rollouts.record_reader import PartialSample, RecordReader, SampleKey
+from service.rollouts.record_reader import SampleKey
+from service.rollouts.result_log import ResultLog
 from service.rollouts.suspended_group import resumed
-from service.rollouts.trees.tree_answer import with_num_leaves
 
 log = logging.getLogger(__name__)
-
-ROLLOUT_BYTES = 12 * 2**10
-GROUP_BYTES = 4096
-PART_BYTES = 1536
-TOOL_CALL_BYTES = 1024
-ECHOED_TOKEN_BYTES = 52
-"""An integer, and its places in the lists of the answer and of the log."""
 
 
 class Rollout:
@@ -109,21 +83,21 @@ class Rollout:
         self.awaits_redirect = False
         self._num_done = 0
         self._num_started = 0
-        self._num_bytes = ROLLOUT_BYTES + GROUP_BYTES * len(groups)
         turns = Turns()
         for group in groups:
             group.turns = turns
-        self._answers: dict[int, GroupAnswer] = {}
-        self._log: list[Record] = [StartRecord(id=rollout_id)]
-        self._log_changed = asyncio.Event()
-        self._ended = asyncio.Event()
-        self._readers: set[RecordReader] = set()
-        self._partial: dict[SampleKey, PartialSample] | None = {} if options.stream_tokens else None
-        self.num_resumed = {
+        num_resumed = {
             (group.options.index, index): number
             for group in groups
             for index, number in enumerate(given_tokens(group.options))
         }
+        self.log = ResultLog(
+            rollout_id,
+            len(groups),
+            streams_tokens=options.stream_tokens,
+            num_resumed=num_resumed,
+        )
+        self._ended = asyncio.Event()
         self._has_stopped = asyncio.Event()
         self._move_ended = asyncio.Event()
 
@@ -132,23 +106,13 @@ class Rollout:
         return self._ended.is_set()
 
     @property
-    def log(self) -> Sequence[Record]:
-        """Log records of the rollout so far."""
-        return self._log
-
-    @property
     def num_running(self) -> int:
         return sum(group.num_running for group in self.groups)
 
     @property
     def num_unanswered(self) -> int:
         """Number of groups without an answer, which have failed if the rollout has ended."""
-        return sum(group.options.index not in self._answers for group in self.groups)
-
-    @property
-    def num_bytes(self) -> int:
-        """Estimated memory, in bytes, of a rollout's answer and log, without its groups."""
-        return self._num_bytes
+        return sum(group.options.index not in self.log.answers for group in self.groups)
 
     @property
     def is_idle(self) -> bool:
@@ -157,7 +121,7 @@ class Rollout:
 
     async def wait_until_idle(self) -> None:
         while not self.is_idle:
-            await self._log_changed.wait()
+            await self.log.wait_for_change()
 
     async def run(
         self, engine: Generation, prompt_kv: PromptKvManager, observability: Observability
@@ -194,7 +158,7 @@ class Rollout:
         """Continue the suspended groups on this replica."""
         self._num_done += sum(group.num_done for group in self.groups if not group.suspended)
         self.groups = [resumed(group) for group in self.groups if group.suspended]
-        if self._partial is not None:
+        if self.log.streams_tokens:
             for group in self.groups:
                 self._restore_tokens(group)
 
@@ -223,11 +187,6 @@ class Rollout:
         suspended = [group for group in self.groups if group.suspended]
         return self.error is None and all(each.end_reason == "suspended" for each in suspended)
 
-    @property
-    def streams_tokens(self) -> bool:
-        """True if the readers of the log receive the tokens of running samples."""
-        return self._partial is not None
-
     async def restore(
         self,
         records: Sequence[Record],
@@ -237,58 +196,24 @@ class Rollout:
         streams_tokens: bool,
     ) -> None:
         """Continue from the log of another replica; `groups` are those that have not ended."""
-        self.num_resumed = num_resumed
-        self._partial = {} if streams_tokens else None
-        self._log = [StartRecord(id=self.id)]
-        samples = defaultdict[int, list[SampleAnswer]](list)
-        segments = defaultdict[int, list[SegmentAnswer]](list)
-        turn = TimeSlice()
-        for record in records:
-            await turn.pause()
-            if isinstance(record, SampleRecord):
-                samples[record.group].append(record.sample)
-                self._num_bytes += _num_bytes(record.sample)
-                self._append(record)
-            elif isinstance(record, SegmentRecord):
-                segments[record.group].append(record.segment)
-                self._num_bytes += _num_bytes(record.segment)
-                self._append(record)
-            elif isinstance(record, GroupRecord):
-                index = record.group.index
-                await self._restore_group(record.group, samples[index], segments[index])
-        self._num_done = sum(answer.num_samples for answer in self._answers.values())
+        self.log = ResultLog(
+            self.id, len(self.groups), streams_tokens=streams_tokens, num_resumed=num_resumed
+        )
+        await self.log.restore(records)
+        self._num_done = sum(answer.num_samples for answer in self.log.answers.values())
         self.num_samples = max(self.num_samples, self._num_done)
         self.groups = groups
-        for group in groups if self._partial is not None else ():
+        turn = TimeSlice()
+        for group in groups if streams_tokens else ():
             self._restore_tokens(group)
             await turn.pause()
 
-    async def _restore_group(
-        self,
-        head: GroupHead,
-        samples: Sequence[SampleAnswer],
-        segments: Sequence[SegmentAnswer],
-    ) -> None:
-        by_index = sorted(samples, key=lambda sample: sample.index)
-        tree = None
-        if head.leaves is not None:
-            tree = await asyncio.to_thread(with_num_leaves, segments)
-        answer = GroupAnswer(**dict(head), samples=by_index, segments=tree)
-        self._num_bytes += _num_group_bytes(answer)
-        self._answers[head.index] = answer
-        self._append(GroupRecord(group=head))
-
     def _restore_tokens(self, group: Group) -> None:
         """Restore the tokens that readers have received or would receive of running samples."""
-        assert self._partial is not None, "the tokens are streamed"
         for index, sample in enumerate(group.options.continued):
             start, end = num_given(group.options, index), len(sample.token_ids)
             if end > start:
-                part = PartialSample()
-                part.add(sample.part(start, end))
-                self._partial[group.options.index, index] = part
-                for reader in self._readers:
-                    reader.on_tokens((group.options.index, index))
+                self.log.restore_tokens(group.options.index, index, sample.part(start, end))
 
     async def _spread(self, group: Group) -> None:
         """Yield to the event loop once per PER_TURN started samples, so that they are submitted."""
@@ -298,7 +223,7 @@ class Rollout:
             await asyncio.sleep(0)
 
     def _count(self, group: Group, observability: Observability, _: asyncio.Task[None]) -> None:
-        answer = self._answers.get(group.options.index)
+        answer = self.log.answers.get(group.options.index)
         if answer is not None:
             observability.record_group(self.id, answer, group.began_at, group.sample_seconds)
 
@@ -336,19 +261,15 @@ class Rollout:
         self.is_discarded, self.claims, self.moved_to = True, (), url
         if url is None:
             self.error = ClusterUnavailable(retry_after_seconds=RETRY_AFTER_SECONDS)
-
-    def drop_log(self) -> None:
-        """Free the results of a rollout that was moved."""
-        assert self.moved_to is not None, "the results are on another replica"
-        self._log, self._answers = [], {}
-        self._num_bytes = ROLLOUT_BYTES
+        else:
+            self.log.close()
 
     async def wait(self) -> None:
         await self._ended.wait()
 
     def answers(self) -> list[GroupAnswer]:
         """Answers of the groups that have ended, in the order of the request."""
-        return [self._answers[index] for index in sorted(self._answers)]
+        return [answer for _, answer in sorted(self.log.answers.items())]
 
     def progress(self) -> RunningAnswer:
         done = self._num_done + sum(group.num_done for group in self.groups)
@@ -364,7 +285,7 @@ class Rollout:
         if self.error is not None:
             raise self.error
         return RolloutAnswer(
-            id=self.id, outcome=self._outcome(), groups=self.answers(), usage=self._usage()
+            id=self.id, outcome=self._outcome(), groups=self.answers(), usage=self.log.usage()
         )
 
     def check_here(self) -> None:
@@ -373,22 +294,9 @@ class Rollout:
             self.awaits_redirect = False
             raise RedirectToReplica(self.moved_to)
 
-    async def records(self, *, completes_samples: bool = True) -> AsyncIterator[Record]:
-        """Yield the rollout's records, as in `RecordReader.records`.
-
-        They include the tokens of running samples if the request has `stream_tokens`.
-        """
-        reader = RecordReader(
-            self._log, self._partial, self.num_resumed, completes_samples=completes_samples
-        )
-        self._readers.add(reader)
-        if self.ended:
-            reader.on_end()
-        try:
-            async for record in reader.records(self._progress_record):
-                yield record
-        finally:
-            self._readers.discard(reader)
+    def records(self, *, completes_samples: bool = True) -> AsyncIterator[Record]:
+        """Read the rollout's records, as with `ResultLog.read`."""
+        return self.log.read(self._progress_record, completes_samples=completes_samples)
 
     def _progress_record(self) -> ProgressRecord:
         progress = self.progress()
@@ -400,120 +308,42 @@ class Rollout:
         self, engine: Generation, prompt_kv: PromptKvManager, group: Group
     ) -> None:
         # Not `options.id`, which the caller chose and which could contain anything
-        group_id.set(str(group.options.index))
-
-        if self._partial is not None:
-            group.on_tokens = partial(self._on_tokens, self._partial, group.options.index)
-
-        def done(part: SampleAnswer | SegmentAnswer) -> None:
-            self._num_bytes += _num_bytes(part)
-            if isinstance(part, SegmentAnswer):
-                self._append(SegmentRecord(group=group.options.index, segment=part))
-            else:
-                self._on_sample(SampleRecord(group=group.options.index, sample=part))
-
-        def on_kv_state(segment: str | None, state: KvState) -> None:
-            # The reason why a prompt has no KV is in the group's answer
-            if segment is not None or state.kv is not None:
-                record = KvRecord(group=group.options.index, segment=segment, **state._asdict())
-                self._append(record)
-
+        index, results = group.options.index, self.log
+        group_id.set(str(index))
+        if results.streams_tokens:
+            group.on_tokens = partial(results.add_tokens, index)
         async with exporting_group(
             prompt_kv,
             group.options.owner,
             group.options.kv_lease_seconds,
             group.options.prompt_token_ids,
-            on_kv_state,
+            partial(results.add_kv, index),
         ) as group.exports:
-            answer = await group.run(engine, done)
+            answer = await group.run(engine, partial(results.add_part, index))
         if answer is None:
             return  # suspended
         if group.exports is not None:
             answer = group.exports.with_kv(answer)
         for segment in answer.segments or ():
             if segment.kv_reason == NOT_CONTINUED.kv_reason:
-                on_kv_state(segment.id, NOT_CONTINUED)
-        self._num_bytes += _num_group_bytes(answer)
-        self._answers[group.options.index] = answer
-        head = GroupHead.model_validate(answer.model_dump(exclude={"samples", "segments"}))
-        self._append(GroupRecord(group=head))
-
-    def _on_tokens(
-        self, running: dict[SampleKey, PartialSample], group: int, index: int, new: TokenLists
-    ) -> None:
-        running.setdefault((group, index), PartialSample()).add(new)
-        for reader in self._readers:
-            reader.on_tokens((group, index))
-
-    def _on_sample(self, record: SampleRecord) -> None:
-        """Log a finished sample, which has all tokens of the partial one."""
-        if self._partial is not None:
-            self._partial.pop((record.group, record.sample.index), None)
-        self._append(record)
+                results.add_kv(index, segment.id, NOT_CONTINUED)
+        results.add_answer(answer)
 
     def _end(self) -> None:
-        if self.moved_to is None:
-            end = self._end_record()
-            self._append(end)
-            log.info("rollout %s", end.outcome, extra=end.usage.model_dump())
-        else:
-            self._notify()
-        self.awaits_redirect = self.moved_to is not None and bool(self._readers)
+        end = self._end_record() if self.moved_to is None else None
+        self.awaits_redirect = end is None and self.log.has_readers
         self._ended.set()
         self._has_stopped.set()
-        for reader in self._readers:
-            reader.on_end()
-
-    def _append(self, record: Record) -> None:
-        if self.moved_to is None:  # otherwise the other replica has the results
-            self._log.append(record)
-        self._notify()
-
-    def _notify(self) -> None:
-        changed, self._log_changed = self._log_changed, asyncio.Event()
-        changed.set()
-        for reader in self._readers:
-            reader.on_record()
+        self.log.end(end)
 
     def _end_record(self) -> EndRecord:
         problem = None if self.error is None else self.error.problem()
-        return EndRecord(outcome=self._outcome(), usage=self._usage(), problem=problem)
+        end = EndRecord(outcome=self._outcome(), usage=self.log.usage(), problem=problem)
+        log.info("rollout %s", end.outcome, extra=end.usage.model_dump())
+        return end
 
     def _outcome(self) -> Outcome:
         if self.error is not None:
             return "failed"
-        outcomes = {answer.outcome for answer in self._answers.values()}
+        outcomes = {answer.outcome for answer in self.log.answers.values()}
         return outcomes.pop() if len(outcomes) == 1 else "partial"
-
-    def _usage(self) -> Usage:
-        answers = self._answers.values()
-        return Usage(
-            num_prompt_tokens=sum(answer.num_prompt_tokens for answer in answers),
-            num_generated_tokens=sum(answer.num_generated_tokens for answer in answers),
-            num_samples=sum(answer.num_samples for answer in answers),
-        )
-
-
-def _num_group_bytes(answer: GroupAnswer) -> int:
-    """Estimated memory of what a group's answer holds for the whole group, in bytes."""
-    num_bytes = ECHOED_TOKEN_BYTES * len(answer.prompt_token_ids or ())
-    if answer.prompt_logprobs is not None:
-        num_bytes += answer.prompt_logprobs.logprobs.nbytes
-        num_bytes += answer.prompt_logprobs.top_logprobs.num_bytes
-    return num_bytes
-
-
-def _num_message_bytes(message: ParsedMessage) -> int:
-    calls = (text for call in message.tool_calls for text in (call.id, call.name, call.arguments))
-    texts = (message.content, message.reasoning, *calls)
-    return PART_BYTES + TOOL_CALL_BYTES * len(message.tool_calls) + sum(map(sys.getsizeof, texts))
-
-
-def _num_bytes(part: SampleAnswer | SegmentAnswer) -> int:
-    """Estimated memory of a log record in bytes."""
-    size = PART_BYTES + column_bytes(part)
-    if isinstance(part, SegmentAnswer):
-        # Counted twice: the log has the segment as it was when it ended, the answer as it is now.
-        return 2 * size
-    size += 0 if part.message is None else _num_message_bytes(part.message)
-    return size + sys.getsizeof(part.text)

@@ -160,7 +160,7 @@ class SessionManager:
         self, request: SessionsRequest, owner: str, claim: IdempotencyClaim | None
     ) -> SessionsAnswer:
         self.check_capacity(owner, request.n)
-        self._rollouts.check_kept_kv(request.keep_kv, request.weights)
+        self._rollouts.factory.check_kept_kv(request.keep_kv, request.weights)
         self.store.check_memory()
         group = self.factory.group(request, owner, claim)
         self.store.add(group, self.factory.sessions(group, request))

@@ -10,8 +10,9 @@ import pytest
 from pydantic import BaseModel
 
 from coppice.wire.rollouts import SampleAnswer
+from service.rollouts.result_log import ResultLog
+from service.rollouts.result_log import _num_bytes as num_part_bytes
 from service.rollouts.rollout import Rollout
-from service.rollouts.rollout import _num_bytes as num_part_bytes
 from tests.fake_engine import FakeEngine
 from tests.serving import Served, serving
 
@@ -59,7 +60,7 @@ def held_bytes(root: object) -> int:
             waiting += value
         elif isinstance(value, BaseModel):
             waiting += [value.__dict__, value.model_fields_set]
-        elif isinstance(value, Rollout):
+        elif isinstance(value, Rollout | ResultLog):
             waiting.append(vars(value))
         elif dataclasses.is_dataclass(value):
             waiting += [getattr(value, field.name, None) for field in dataclasses.fields(value)]
@@ -79,7 +80,7 @@ async def test_result_cache_counts_the_memory_of_a_rollout(tmp_path: Path, case:
         assert (await served.http.get(place, params={"wait": 60})).status_code == 200
         await asyncio.sleep(0)
         kept = served.server.rollouts.get(accepted.json()["id"], owner="local")
-        assert held_bytes(kept) <= kept.num_bytes
+        assert held_bytes(kept) <= kept.log.num_bytes
 
 
 def test_messages_of_samples_are_counted() -> None:

@@ -94,7 +94,7 @@ async def test_events_list_running_groups_without_their_tokens(tmp_path: Path) -
         await running_samples(served, 4)
         engine.running[next(iter(engine.running))].limit = 2
         engine.step(2)
-        while len(served.server.rollouts.in_flight()[0].log) < 2:
+        while len(served.server.rollouts.in_flight()[0].log.records) < 2:
             await asyncio.sleep(0.001)
         told = await first_event(served)
         engine.step(9)
