@@ -7,9 +7,9 @@ from service.cluster.build import Cluster
 from service.config.allowed_peers import Peers
 from service.config.settings import Settings
 from service.handoff.receiver import HandoffReceiver
-from service.handoff.rollouts import Results, RolloutArrivals, RolloutOffers, RunningRollouts
+from service.handoff.rollouts import Results, RolloutHandoff, RunningRollouts
 from service.handoff.sender import HandoffSender
-from service.handoff.sessions import OpenSessions, SessionArrivals
+from service.handoff.sessions import OpenSessions, SessionHandoff
 from service.observability.metrics import Metrics
 from service.rollouts.build import Rollouts
 from service.sessions.manager import SessionManager
@@ -26,8 +26,8 @@ class Handoff:
     results: Results
     open_sessions: OpenSessions
     receiver: HandoffReceiver
-    rollouts: RolloutArrivals
-    sessions: SessionArrivals
+    rollouts: RolloutHandoff
+    sessions: SessionHandoff
 
 
 def build_handoff(
@@ -40,41 +40,28 @@ def build_handoff(
     sessions: SessionManager,
     weights: Weights,
 ) -> Handoff:
-    fleet, transfers, manager = cluster.membership, cluster.key_transfers, rollouts.manager
-    sender = HandoffSender(
-        fleet,
-        transfers,
-        Peers(settings.weights.peers, settings.weights.peer_key_file),
-        metrics.cluster,
-        max_bytes=settings.limits.max_body_bytes,
-    )
-    offers = RolloutOffers(
+    peers = Peers(settings.weights.peers, settings.weights.peer_key_file)
+    max_bytes = settings.limits.max_body_bytes
+    sender = HandoffSender(cluster, peers, metrics.cluster, max_bytes=max_bytes)
+    of_rollouts = RolloutHandoff(
         engine=engine,
         versions=versions,
-        rollouts=manager,
-        cluster_id=fleet.own_id,
+        rollouts=rollouts,
+        cluster=cluster,
+        activation=weights.activation,
         candidates=sender.candidates,
+    )
+    of_sessions = SessionHandoff(
+        engine=engine, sessions=sessions, rollouts=rollouts.manager, cluster=cluster
     )
     return Handoff(
         sender=sender,
-        running=RunningRollouts(offers, rollouts.admission),
-        results=Results(offers),
-        open_sessions=OpenSessions(sessions, fleet, sender.candidates),
-        receiver=HandoffReceiver(transfers),
-        rollouts=RolloutArrivals(
-            engine=engine,
-            versions=versions,
-            admission=rollouts.admission,
-            group_factory=rollouts.group_factory,
-            rollouts=manager,
-            transfers=transfers,
-            activation=weights.activation,
+        running=RunningRollouts(handoff=of_rollouts),
+        results=Results(handoff=of_rollouts),
+        open_sessions=OpenSessions(
+            sessions=sessions, cluster=cluster.membership, candidates=sender.candidates
         ),
-        sessions=SessionArrivals(
-            engine=engine,
-            sessions=sessions,
-            rollouts=manager,
-            cluster=fleet,
-            transfers=transfers,
-        ),
+        receiver=HandoffReceiver(cluster.key_transfers),
+        rollouts=of_rollouts,
+        sessions=of_sessions,
     )

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 from coppice.wire.handoff import RolloutOffer, SessionsOffer
 from service.cluster.key_transfers import KeyTransfers
-from service.errors import InvalidRequest, NotReady, ServiceError
+from service.errors import InvalidRequest, NotReady
 
 CANCELLED_SECONDS = 60.0
 MAX_CANCELLED = 1024
@@ -18,12 +18,7 @@ Offer = TypeVar("Offer", bound=RolloutOffer | SessionsOffer, contravariant=True)
 
 
 class Arrivals(Protocol[Offer]):
-    """Work of one kind that is received.
-
-    `not_found` is the error for an offer that is cancelled and is not here.
-    """
-
-    not_found: type[ServiceError]
+    """Work of one kind that is received."""
 
     def ids(self, offer: Offer) -> list[str]:
         """Ids of what is offered; the first one names the offer in its cancellation."""
@@ -43,8 +38,8 @@ class Arrivals(Protocol[Offer]):
     def is_offered(self, offer_id: str) -> bool:
         """True while this replica itself offers it to others."""
 
-    async def give_back(self, offer_id: str) -> bool:
-        """Remove what its sender continues; False if it is not here."""
+    async def give_back(self, offer_id: str) -> None:
+        """Remove what its sender continues; raises a ServiceError if nothing was received."""
 
 
 class HandoffReceiver:
@@ -88,13 +83,11 @@ class HandoffReceiver:
         The same offer is refused if it arrives later. A load balancer may deliver the request to
         the sender, which keeps what it offers.
         """
-        if arrivals.is_offered(offer_id):
-            raise arrivals.not_found()
-        self._cancelled[offer_id] = self._clock() + CANCELLED_SECONDS
-        if len(self._cancelled) > MAX_CANCELLED:
-            self._cancelled.popitem(last=False)
-        if not await arrivals.give_back(offer_id):
-            raise arrivals.not_found()
+        if not arrivals.is_offered(offer_id):
+            self._cancelled[offer_id] = self._clock() + CANCELLED_SECONDS
+            if len(self._cancelled) > MAX_CANCELLED:
+                self._cancelled.popitem(last=False)
+        await arrivals.give_back(offer_id)
 
     def _check(self, arrivals: Arrivals[Any], offer: Any, ids: list[str]) -> None:
         if any(self._cancelled.get(each, 0.0) > self._clock() for each in ids):

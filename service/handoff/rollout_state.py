@@ -13,6 +13,7 @@ from coppice.wire.handoff import (
     GroupState,
     KeyState,
     RolloutState,
+    VersionedState,
 )
 from coppice.wire.packed.results import GroupRecord, SampleRecord, SegmentRecord
 from coppice.wire.rollouts import MAX_SAMPLES_PER_GROUP, GroupHead, SampleAnswer, SegmentAnswer
@@ -21,6 +22,7 @@ from engine.types.info import EngineInfo
 from service.errors import InvalidRequest, PromptTooLong
 from service.rollouts import validation
 from service.rollouts.group import Group
+from service.rollouts.idempotency import IdempotencyClaim
 from service.rollouts.record_reader import SampleKey
 from service.rollouts.request import NewRollout
 from service.rollouts.rollout import Rollout
@@ -45,9 +47,7 @@ async def state_of(rollout: Rollout, *, version: str) -> RolloutState:
         id=rollout.id,
         owner=rollout.owner,
         version=version,
-        key=KeyState(key=claims[0].key, fingerprint=claims[0].fingerprint.hex())
-        if claims
-        else None,
+        key=key_state(claims[0]) if claims else None,
         adapter=rollout.adapter,
         awaits_fetch=rollout.awaits_fetch or not rollout.ended,
         detached=rollout.detached,
@@ -61,6 +61,19 @@ async def state_of(rollout: Rollout, *, version: str) -> RolloutState:
         records=[each for each in rollout.log.records if isinstance(each, ResultRecord)],
         groups=[await _group_state(group) for group in groups],
     )
+
+
+def key_state(claim: IdempotencyClaim) -> KeyState:
+    """State of a caller's key, without the name of the resource that it belongs to."""
+    return KeyState(key=claim.key.rpartition("\n")[2], fingerprint=claim.fingerprint.hex())
+
+
+def claim_of(
+    state: VersionedState, key: KeyState | None, resource: str | None = None
+) -> IdempotencyClaim | None:
+    if key is None:
+        return None
+    return IdempotencyClaim.of(state.owner, key.key, bytes.fromhex(key.fingerprint), resource)
 
 
 async def _group_state(group: Group) -> GroupState:
@@ -289,7 +302,8 @@ def checked_tokens(answer: TokenFields, where: str, vocab_size: int) -> TokenLis
     for name, values in tokens.columns().items():
         if values is not None and not COLUMNS[name].fits(values, num_tokens):
             raise invalid(where, name, "does not fit the tokens")
-    labels = {span.version for span in (*tokens.versions, *tokens.kv_versions)}
+    labels = {span.version for span in tokens.versions}
+    labels |= {span.version for span in tokens.kv_versions}
     if not all(map(VERSION_LABEL.fullmatch, labels)):
         raise invalid(where, "versions", "a label is not that of a weights version")
     if any(span.end > 2 * MAX_TOKENS for span in tokens.kv_versions):

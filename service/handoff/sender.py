@@ -4,18 +4,18 @@ import asyncio
 import logging
 import math
 import random
+import ssl
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import httpx
 from pydantic import BaseModel, ValidationError
 
 from coppice.wire.problem_catalogue import Problem
-from service.cluster.key_transfers import KeyTransfers
-from service.cluster.membership import ClusterMembership
+from service.cluster.build import Cluster
 from service.cluster.registry import Replica
 from service.config.allowed_peers import Peers
 from service.observability.metrics import ClusterMetrics
@@ -83,16 +83,14 @@ class HandoffSender:
 
     def __init__(
         self,
-        cluster: ClusterMembership,
-        transfers: KeyTransfers,
+        cluster: Cluster,
         allowed: Peers,
         metrics: ClusterMetrics,
         *,
         max_bytes: int,
         client: type[httpx.AsyncClient] = httpx.AsyncClient,
     ) -> None:
-        self._cluster = cluster
-        self._transfers = transfers
+        self._cluster, self._transfers = cluster.membership, cluster.key_transfers
         self._allowed = allowed
         self._outcomes = metrics.handoffs
         self._max_bytes = max_bytes
@@ -194,8 +192,12 @@ class HandoffSender:
         except OSError as error:
             log.error("nothing is handed over: weights.peer_key_file: %s", error.strerror)
             return None
-        tls = httpx.create_ssl_context(trust_env=False)
-        return partial(self._client, headers=headers, verify=tls, timeout=None, trust_env=False)
+        options = {"verify": self._tls, "timeout": None, "trust_env": False}
+        return partial(self._client, headers=headers, **options)
+
+    @cached_property
+    def _tls(self) -> ssl.SSLContext:
+        return httpx.create_ssl_context(trust_env=False)
 
     def candidates(self, version: str | None = None) -> list[Replica]:
         """Serving replicas in random order; with `version`, those whose active version it is."""

@@ -7,14 +7,13 @@ import numpy as np
 from coppice.wire.columns.token_columns import TABLES, TokenLists, column_bytes
 from coppice.wire.handoff import (
     AgentSessionState,
-    KeyState,
     ResponseState,
     SegmentState,
     SessionGroupState,
 )
 from coppice.wire.rollouts import SegmentAnswer
 from service.errors import InvalidRequest
-from service.handoff.rollout_state import TOKEN_BYTES, check_ids, checked_tokens, invalid
+from service.handoff.rollout_state import TOKEN_BYTES, check_ids, checked_tokens, invalid, key_state
 from service.sessions.history import RecordedCall, RecordedResponse
 from service.sessions.segment import Segment
 from service.sessions.session import CONTEXT_TOKEN_BYTES, TURN_BYTES, Session
@@ -33,7 +32,7 @@ def group_state(
     group: SessionGroup,
     sent: Sequence[Session],
     left: Sequence[Session],
-    keys: Sequence[str | None],
+    keys: list[str],
     *,
     last_sequence: int,
     now: float,
@@ -42,13 +41,9 @@ def group_state(
 
     The sessions that are `left` are not counted yet.
     """
-    claim = group.claim
-    key = claim and KeyState(
-        key=claim.key.removeprefix(f"{RESOURCE}\n"), fingerprint=claim.fingerprint.hex()
-    )
     return SessionGroupState(
         id=group.id,
-        key=key,
+        key=None if group.claim is None else key_state(group.claim),
         options=group.options,
         session_ids=group.session_ids if keys else [session.id for session in sent],
         keys=keys,

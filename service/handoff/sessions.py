@@ -4,21 +4,21 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from coppice.wire.handoff import (
     STATE_VERSION,
     AgentSessionState,
-    SessionGroupState,
     SessionsOffer,
 )
 from coppice.wire.sessions import SessionsFinish
 from engine.protocol.engine_state import EngineState
-from service.cluster.key_transfers import KeyTransfers
+from service.cluster.build import Cluster
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import Replica
 from service.errors import InvalidRequest, SessionNotFound
+from service.handoff.rollout_state import claim_of
 from service.handoff.sender import Offer
 from service.handoff.session_state import (
     RESOURCE,
@@ -37,6 +37,7 @@ MAX_SEQUENCE_LEAD = 86_400 * 10**6
 """Largest lead of a sender's sequences, which begin at the time of its start in microseconds."""
 
 
+@dataclass(kw_only=True, eq=False)
 class OpenSessions:
     """Sessions of this replica by group, each offered as soon as no call of it runs.
 
@@ -45,27 +46,20 @@ class OpenSessions:
     its stream is one.
     """
 
-    kind = "sessions"
-    poll_seconds = 0.1
-    is_repeated = True
-
-    def __init__(
-        self,
-        sessions: SessionManager,
-        cluster: ClusterMembership,
-        candidates: Callable[[], list[Replica]],
-    ) -> None:
-        self._sessions = sessions
-        self._cluster = cluster
-        self._candidates = candidates
-        self.retry_at: dict[SessionGroup, float] = {}
+    sessions: SessionManager
+    cluster: ClusterMembership
+    candidates: Callable[[], list[Replica]]
+    kind: str = "sessions"
+    poll_seconds: float = 0.1
+    is_repeated: bool = True
+    retry_at: dict[SessionGroup, float] = field(default_factory=dict)
 
     def waiting(self) -> list[SessionGroup]:
-        return [group for group in self._sessions.store.groups() if self._next(group)]
+        return [group for group in self.sessions.store.groups() if self._next(group)]
 
     def is_over(self) -> bool:
         """True if no session is open, and each group that has ended was offered."""
-        store = self._sessions.store
+        store = self.sessions.store
         return not store.num_open and all(
             group.moved_to is not None or group in self.retry_at for group in store.groups()
         )
@@ -73,7 +67,7 @@ class OpenSessions:
     def estimated_bytes(self, group: SessionGroup) -> int:
         if group.moved_to is not None:
             return 0
-        return max(map(estimated_bytes, self._sessions.store.sessions_of(group)), default=0)
+        return max(map(estimated_bytes, self.sessions.store.sessions_of(group)), default=0)
 
     @asynccontextmanager
     async def offer(self, group: SessionGroup) -> AsyncIterator[Offer | None]:
@@ -83,7 +77,7 @@ class OpenSessions:
             yield None
             return
         keys = [moved_key(session.id) for session in sessions]
-        replicas = self._candidates()
+        replicas = self.candidates()
         if moved_to is None:
             keys += group.cluster_keys
         else:
@@ -91,7 +85,7 @@ class OpenSessions:
         with ExitStack() as held:
             for session in sessions:
                 held.enter_context(session.moving())
-            held.enter_context(self._sessions.store.offering(group))
+            held.enter_context(self.sessions.store.offering(group))
             yield Offer(
                 id=sessions[0].id,
                 state=partial(self.state, group, sessions),
@@ -105,7 +99,7 @@ class OpenSessions:
 
         A group that waits for sessions of another replica is not offered.
         """
-        sessions = self._sessions.store.sessions_of(group)
+        sessions = self.sessions.store.sessions_of(group)
         idle = [each for each in sessions if each.can_move][:1]
         if group.remaining_ids or group.moved_to is not None:
             return [] if group.remaining_ids else idle
@@ -113,17 +107,18 @@ class OpenSessions:
 
     async def state(self, group: SessionGroup, sessions: Sequence[Session]) -> SessionsOffer:
         """State of sessions of a group; it may be large and is made in a thread."""
-        now, left, keys = self._sessions.now(), list[Session](), list[str | None]()
+        now, last = self.sessions.now(), self.sessions.store.last_sequence
+        left, keys = list[Session](), list[str]()
         if group.moved_to is None:
-            left = [s for s in self._sessions.store.sessions_of(group) if s not in sessions]
-            keys = [self._sessions.key_of(session_id) for session_id in group.session_ids]
-        last = self._sessions.store.last_sequence
+            left = [s for s in self.sessions.store.sessions_of(group) if s not in sessions]
+            found = map(self.sessions.key_of, group.session_ids)
+            keys = [key for key in found if key is not None]
         state = group_state(group, sessions, left, keys, last_sequence=last, now=now)
 
         def offer() -> SessionsOffer:
             return SessionsOffer(
                 state_version=STATE_VERSION,
-                source=self._cluster.own_id,
+                source=self.cluster.own_id,
                 owner=group.owner,
                 group=state,
                 sessions=[session_state(session, now) for session in sessions],
@@ -140,10 +135,10 @@ class OpenSessions:
     ) -> None:
         """Redirect requests for the sessions, whose keys the replica has taken over."""
         for key in keys:
-            self._cluster.claims.discard(key)
-        self._sessions.store.on_moved(group, sessions, replica)
+            self.cluster.claims.discard(key)
+        self.sessions.store.on_moved(group, sessions, replica)
         for session in sessions:
-            self._sessions.kv_releases.add(session.id)
+            self.sessions.kv_releases.add(session.id)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,15 +160,13 @@ class SessionsArrival:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SessionArrivals:
+class SessionHandoff:
     """Sessions of other replicas, with the same ids, keys and trees."""
 
     engine: EngineState
     sessions: SessionManager
     rollouts: RolloutManager
-    cluster: ClusterMembership
-    transfers: KeyTransfers
-    not_found = SessionNotFound
+    cluster: Cluster
 
     def ids(self, offer: SessionsOffer) -> list[str]:
         return [session.id for session in offer.sessions]
@@ -215,7 +208,7 @@ class SessionArrivals:
             yield arrival
         except BaseException:
             for key in arrival.keys:
-                self.cluster.release(key)
+                self.cluster.membership.release(key)
             if arrival.new_claim is not None:
                 self.sessions.keys.release(arrival.new_claim)
             raise
@@ -228,7 +221,7 @@ class SessionArrivals:
         keys = [moved_key(session.id) for session in arrival.sessions]
         for key in [*keys, *(arrival.group.cluster_keys if arrival.known is None else ())]:
             arrival.keys.append(key)
-            await self.transfers.take_over(key, arrival.offer.source)
+            await self.cluster.key_transfers.take_over(key, arrival.offer.source)
 
     def add(self, arrival: SessionsArrival) -> None:
         if self._known(arrival.offer) is not arrival.known:
@@ -245,13 +238,13 @@ class SessionArrivals:
         session = self.sessions.store.find(session_id)
         return session is not None and session.is_moving
 
-    async def give_back(self, session_id: str) -> bool:
+    async def give_back(self, session_id: str) -> None:
         """Remove the sessions of an offer, which is named by the first one."""
         store = self.sessions.store
         session = store.find(session_id)
         group = None if session is None else store.group_of(session)
-        if session is None or group is None or group.source is None:
-            return False
+        if session is None or session.is_moving or group is None or group.source is None:
+            raise SessionNotFound()
         is_first = session_id == group.first_received
         sessions = store.received(group) if is_first else [session]
         store.return_to_source(group, sessions)
@@ -259,7 +252,6 @@ class SessionArrivals:
             self.sessions.keys.release(group.claim)
         for session in sessions:
             await self.sessions.abort_calls(session)
-        return True
 
     def _known(self, offer: SessionsOffer) -> SessionGroup | None:
         return self.sessions.store.find_group(offer.owner, offer.group.id)
@@ -299,7 +291,7 @@ def _new_group(offer: SessionsOffer, now: float) -> SessionGroup:
         session_ids=group.session_ids,
         finish=group.options.finish or SessionsFinish(),
         deadline=None if group.seconds_left is None else now + group.seconds_left,
-        claim=_claim(offer.owner, group),
+        claim=claim_of(offer, group.key, RESOURCE),
         num_open=num_open + len(group.remaining_ids),
         num_kept=len(offer.sessions) + len(group.remaining_ids),
         num_finished=group.num_finished,
@@ -308,13 +300,6 @@ def _new_group(offer: SessionsOffer, now: float) -> SessionGroup:
         source=offer.source,
         first_received=offer.sessions[0].id,
     )
-
-
-def _claim(owner: str, group: SessionGroupState) -> IdempotencyClaim | None:
-    if group.key is None:
-        return None
-    digest = bytes.fromhex(group.key.fingerprint)
-    return IdempotencyClaim(owner, f"{RESOURCE}\n{group.key.key}", digest)
 
 
 def _invalid(name: str, message: str) -> InvalidRequest:

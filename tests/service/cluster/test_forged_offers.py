@@ -41,6 +41,8 @@ HEAD: State = {
     "num_cached_tokens": 0,
 }
 SEGMENT: State = FINISHED | {"id": "1.0", "depth": 0, "finish_reason": "length"}
+TABLE: State = {"offsets": [0, 1], "token_ids": [3], "logprobs": [-1.0]}
+EXPERTS: State = {"start": 0, "shape": [3, 1, 1], "dtype": "uint8", "data": "AAAA"}
 SUPPORT: State = {"vocab_size": 256, "lengths": [1], "data": "AA=="}
 
 
@@ -133,6 +135,16 @@ FORGED: dict[str, Callable[[State], object]] = {
     "a segment with a token outside": lambda s: segment(s, id="0.0", token_ids=[3, 256]),
     "a segment with NaN": lambda s: segment(s, id="0.0", entropy=[1.0, math.nan]),
     "a key with another digest": lambda s: s.update(key={"key": "k", "fingerprint": "0"}),
+    "a key with a line break": lambda s: s.update(key={"key": "move\nx", "fingerprint": "0" * 64}),
+    "no version of the state": lambda s: s.pop("state_version"),
+    "unwanted top logprobs": lambda s: unfinished(s).update(top_logprobs=TABLE),
+    "missing top logprobs": lambda s: s["request"].update(top_logprobs=1),
+    "missing given logprobs": lambda s: s["request"].update(logprob_token_ids=[1]),
+    "unwanted experts": lambda s: unfinished(s).update(routed_experts=EXPERTS),
+    "experts of other positions": lambda s: (
+        s["request"].update(return_routed_experts=True),
+        unfinished(s).update(routed_experts=EXPERTS | {"start": 1}),
+    ),
     "an id of no replica": lambda s: s.update(id="x"),
     "a source that is not registered": lambda s: s.update(source="0" * 12),
 }

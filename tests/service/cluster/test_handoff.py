@@ -406,7 +406,7 @@ async def test_lost_rollout_is_reported_to_a_caller_that_follows_it(pair: list[S
     assert (response.status_code, response.json()["code"]) == (410, "replica_gone")
 
 
-async def test_state_of_other_weights_or_of_another_format_is_refused(pair: list[Served]) -> None:
+async def test_state_of_other_weights_or_of_another_version_is_refused(pair: list[Served]) -> None:
     a, b = pair
     codes = [
         (await b.http.post("/v1/handoff/rollouts", json=offered_state(a) | change)).json()["code"]
@@ -414,6 +414,17 @@ async def test_state_of_other_weights_or_of_another_format_is_refused(pair: list
     ]
     assert codes == ["version_conflict"] * 2 + ["invalid_request"] * 2
     assert b.server.admission.num_samples == 0
+
+
+@pytest.mark.parametrize("kind", ["rollouts", "sessions"])
+async def test_unknown_version_of_a_state_is_named_alone(pair: list[Served], kind: str) -> None:
+    state = {"state_version": 7, "a_later_field": 1}
+    response = await pair[1].http.post(f"/v1/handoff/{kind}", json=state)
+    assert (response.status_code, response.json()["code"]) == (422, "invalid_request")
+    [error] = response.json()["errors"]
+    assert error["message"] == (
+        "this replica reads states of version 1, and this one has version 7"
+    )
 
 
 def offered_state(a: Served) -> dict[str, Any]:

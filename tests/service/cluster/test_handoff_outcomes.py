@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,7 +13,7 @@ from coppice.wire.columns.token_columns import TokenColumns, TokenLists
 from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.registry import RegistryUnavailable, Replica
 from service.config.allowed_peers import Peers
-from service.handoff.rollouts import Results, RolloutOffers, RunningRollouts
+from service.handoff.rollouts import Results, RunningRollouts
 from service.handoff.sender import CONCURRENT_OFFERS, HandoffSender, refusal_of
 from service.rollouts.group import Group
 from service.rollouts.group_options import GroupOptions
@@ -70,24 +71,18 @@ class RolloutSender:
     """Sender of the rollouts and results of a replica, apart from that of its drain."""
 
     def __init__(self, served: Served, client: type[httpx.AsyncClient], max_bytes: int) -> None:
-        server = served.server
+        server, peers = served.server, Peers(["http://127.0.0.1:*"], None)
+        of_rollouts = server.handoff.rollouts
         self._sender = HandoffSender(
-            server.cluster,
-            server.key_transfers,
-            Peers(["http://127.0.0.1:*"], None),
+            of_rollouts.cluster,
+            peers,
             server.metrics.cluster,
             max_bytes=max_bytes,
             client=client,
         )
-        offers = RolloutOffers(
-            engine=server.engine,
-            versions=server.versions,
-            rollouts=server.rollouts,
-            cluster_id=server.cluster.own_id,
-            candidates=self._sender.candidates,
-        )
-        self._running = RunningRollouts(offers, server.admission)
-        self._results = PresentResults(offers)
+        handoff = replace(of_rollouts, candidates=self._sender.candidates)
+        self._running = RunningRollouts(handoff=handoff)
+        self._results = PresentResults(handoff=handoff)
 
     async def send_all(self, seconds: float) -> None:
         await self._sender.send_all(self._running, seconds)

@@ -4,6 +4,7 @@ import asyncio
 import json
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -142,3 +143,48 @@ async def test_rollout_that_is_too_large_is_not_suspended(tmp_path: Path) -> Non
         await running_samples(b, 2)
         engine_of(b).step(12)
         assert (await calling).json()["outcome"] == "done"
+
+
+COLUMNS = {
+    "return_support": True,
+    "top_logprobs": 2,
+    "logprob_token_ids": [4, 5],
+    "logprobs_mode": "raw_logprobs",
+    "return_routed_experts": True,
+}
+
+
+@pytest.mark.parametrize("wanted", [*({name: COLUMNS[name]} for name in COLUMNS), COLUMNS], ids=str)
+async def test_columns_are_those_without_a_hand_over(
+    tmp_path: Path, wanted: dict[str, Any]
+) -> None:
+    given = {
+        "token_ids": [3, 4],
+        "logprobs": [-1.0, -1.0],
+        "versions": [{"version": "v0", "start": 0, "end": 2}],
+    }
+    if "logprobs_mode" in wanted:
+        given["raw_logprobs"] = [-1.0, -1.0]
+    if "return_support" in wanted:
+        given["support"] = {"vocab_size": 256, "lengths": [1, 1], "data": "AAA="}
+    request = body(
+        group(1, 2, 3, n=3, seed=7), **LONG, **wanted, continue_from={"samples": [given]}
+    )
+    async with replicas(tmp_path, InMemoryRegistry()) as (a, b):
+        await see_each_other(a, b)
+        answers = []
+        for num_before in (10, 4, 0):
+            calling = asyncio.create_task(post(a, request))
+            await running_samples(a, 3)
+            engine_of(a).step(num_before)
+            await sender_of(a).send_all(30)
+            if num_before < 10:
+                await running_samples(b, 2 if num_before > 6 else 3)
+            for served in (a, b):
+                engine_of(served).step(12)
+            answers.append((await calling).json())
+    assert (len(engine_of(a).submitted), len(engine_of(b).submitted)) == (9, 8)
+    first, *others = [answer["groups"][0]["samples"] for answer in answers]
+    names = {"top_logprobs", "given_logprobs", "raw_logprobs", "support", "routed_experts"}
+    assert len(names & first[0].keys()) == len(wanted)
+    assert [others[0], others[1]] == [first, first]

@@ -99,7 +99,7 @@ async def test_group_with_a_session_that_is_too_large_stays(
         agents_of(a, n=2) as small,
     ):
         await call(large[1], [{"role": "user", "content": "long" * 100}])
-        await a.server.drain(0.5)
+        await a.server.drain(2.0)
         kept = [(await get(a, f"/v1/sessions/{each.id}"))["end_reason"] for each in large]
         moved = [(await get(b, f"/v1/sessions/{each.id}"))["state"] for each in small]
         handoffs = a.server.metrics.cluster.handoffs
