@@ -192,8 +192,8 @@ class HandoffSender:
         except OSError as error:
             log.error("nothing is handed over: weights.peer_key_file: %s", error.strerror)
             return None
-        options = {"verify": self._tls, "timeout": None, "trust_env": False}
-        return partial(self._client, headers=headers, **options)
+        tls = self._tls
+        return partial(self._client, headers=headers, verify=tls, timeout=None, trust_env=False)
 
     @cached_property
     def _tls(self) -> ssl.SSLContext:
