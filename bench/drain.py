@@ -1,8 +1,8 @@
-"""Benchmark: time from SIGTERM to the exit of a replica under load, with and without moves.
+"""Benchmark: time from SIGTERM to the exit of a replica under load, with and without hand-over.
 
 Two replicas with a Redis. A caller gets 64 seeded samples of 2,000 tokens from one replica, which
-gets SIGTERM at a random time, while the other one runs 16 further samples. With moves the other
-replica continues the samples. Without them the replica runs them to their end.
+gets SIGTERM at a random time, while the other one runs 16 further samples. With hand-over the other
+replica continues the samples. Without it the replica runs them to their end.
 """
 
 import argparse
@@ -136,7 +136,7 @@ def main() -> None:
         "--engine.max-sequences": 2 * NUM_SAMPLES,
         "--server.drain-seconds": DRAIN_SECONDS,
     }
-    without = {**options, "--cluster.move-seconds": 0}
+    without = {**options, "--cluster.handoff-seconds": 0}
     with tempfile.TemporaryDirectory() as folder, redis_server(Path(folder)) as redis:
         moved = uvloop.run(measure(redis.url, options, arguments.drains))
         waited = uvloop.run(measure(redis.url, without, 1))

@@ -25,9 +25,9 @@ from service.routes import (
     api_documents,
     drafter,
     external_trees,
+    handoff,
     kv,
     monitoring,
-    moves,
     pause,
     rollouts,
     score,
@@ -47,7 +47,7 @@ CALLERS = (
     score.router,
     kv.router,
     weights.files,
-    moves.router,
+    handoff.router,
     api_documents.router,
 )
 OPERATORS = (

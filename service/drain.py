@@ -1,4 +1,4 @@
-"""Drain of a server: its work moves to other replicas, or ends here, before the server stops."""
+"""Drain of a server: its work goes on elsewhere, or ends here, before the server stops."""
 
 import asyncio
 import logging
@@ -6,8 +6,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from service.cluster.build import Cluster
+from service.handoff.build import Handoff
 from service.kv.build import Kv
-from service.moves.build import Moves
 from service.readiness import Readiness
 from service.rollouts.build import Rollouts
 from service.sessions.manager import SessionManager
@@ -20,7 +20,7 @@ FINISH_SECONDS = 2.0
 
 A draining server refuses further calls, so that their agents cannot go on.
 """
-LAST_MOVES_SECONDS = 2.0
+LAST_OFFERS_SECONDS = 2.0
 """Time to send the sessions that the end of a drain has cancelled to the replica of their group."""
 
 log = logging.getLogger(__name__)
@@ -61,9 +61,9 @@ def _part(number: int, name: str, detail: str) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Drain:
-    """Drain of a server: moves its work to other replicas, and waits for what ends here.
+    """Drain of a server: hands its work to other replicas, and waits for what ends here.
 
-    `move_seconds` is the time in which running rollouts are moved; 0: nothing is moved.
+    `handoff_seconds` is the time in which running rollouts are handed over; 0: nothing is.
     """
 
     readiness: Readiness
@@ -72,8 +72,8 @@ class Drain:
     rollouts: Rollouts
     sessions: SessionManager
     weights: Weights
-    moves: Moves
-    move_seconds: float
+    handoff: Handoff
+    handoff_seconds: float
 
     async def run(self, seconds: float) -> None:
         """Stop admission, wait up to `seconds` for admitted work, then cancel what still runs."""
@@ -84,37 +84,38 @@ class Drain:
         began = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(seconds):
-                await self._move_and_wait(seconds)
+                await self._hand_over_and_wait(seconds)
             log.info("drained in %.1f s", asyncio.get_running_loop().time() - began)
         except TimeoutError:
             left = self.remaining_work()
             log.warning("the drain ends after %.0f s; left: %s", seconds, left, extra=asdict(left))
         await self._close()
 
-    async def _move_and_wait(self, seconds: float) -> None:
-        """Move rollouts to other replicas, if possible, then results; wait for all.
+    async def _hand_over_and_wait(self, seconds: float) -> None:
+        """Hand rollouts, results and sessions to other replicas, if possible; wait for all.
 
-        Agent sessions are moved from the beginning, each as soon as no call of it runs. Meanwhile
-        clients can read prompt KV and renew leases. The wait also covers the last KV lease and the
-        results of asynchronous rollouts that have not been fetched yet.
+        Each session is handed over as soon as no call of it runs. Meanwhile clients can read prompt
+        KV and renew leases. The wait also covers the last KV lease and the results of asynchronous
+        rollouts that have not been fetched yet.
         """
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(self._log_regularly(seconds))]
-            tasks.create_task(self._move_sessions())
-            await self.moves.sender.send_all(self.move_seconds)
-            if self.move_seconds:
-                background.append(tasks.create_task(self.moves.sender.send_results()))
+            tasks.create_task(self._hand_over_sessions())
+            if self.handoff_seconds:
+                sender, handoff = self.handoff.sender, self.handoff
+                background.append(tasks.create_task(sender.send_all(handoff.results)))
+                await sender.send_all(handoff.running, self.handoff_seconds)
             await self.rollouts.admission.wait_until_idle()
             await self.kv.prompt_kv.wait_until_idle()
             await self.rollouts.manager.wait_until_fetched()
             await self._wait_for_sessions()
-            await self._wait_for_callers_of_moves()
+            await self._wait_for_redirected_callers()
             for task in background:
                 task.cancel()
 
-    async def _move_sessions(self) -> None:
-        if self.move_seconds:
-            await self.moves.session_sender.send_all()
+    async def _hand_over_sessions(self) -> None:
+        if self.handoff_seconds:
+            await self.handoff.sender.send_all(self.handoff.open_sessions)
 
     async def _wait_for_sessions(self) -> None:
         seconds = FINISH_SECONDS if self.cluster.membership.is_standalone else None
@@ -122,7 +123,7 @@ class Drain:
             async with asyncio.timeout(seconds):
                 await self.sessions.wait_until_ended()
 
-    async def _wait_for_callers_of_moves(self) -> None:
+    async def _wait_for_redirected_callers(self) -> None:
         """Serve callers that reconnect after their stream ended; some never do."""
         with suppress(TimeoutError):
             async with asyncio.timeout(RECONNECT_SECONDS):
@@ -134,8 +135,8 @@ class Drain:
         self.weights.activation.end_wait()
         await self.sessions.close()
         with suppress(TimeoutError):
-            async with asyncio.timeout(LAST_MOVES_SECONDS):
-                await self._move_sessions()
+            async with asyncio.timeout(LAST_OFFERS_SECONDS):
+                await self._hand_over_sessions()
         await self.rollouts.manager.cancel_all()
 
     async def _log_regularly(self, seconds: float) -> None:

@@ -16,9 +16,9 @@ from service.cluster.build import build_cluster
 from service.cluster.registry import ClusterRegistry
 from service.config.settings import Settings
 from service.drain import Drain
+from service.handoff.build import build_handoff
 from service.http.build import build_http
 from service.kv.build import build_kv
-from service.moves.build import build_moves
 from service.observability.build import build_observability
 from service.observability.metrics import watch_loop_lag
 from service.readiness import Readiness
@@ -66,11 +66,11 @@ class Server:
         weights = self._weights = build_weights(
             settings, engine, metrics, versions, checkpoints, changes, cluster, kv, rollouts
         )
-        moves = self._moves = build_moves(
+        handoff = self.handoff = build_handoff(
             settings, engine, metrics, versions, cluster, rollouts, sessions, weights
         )
-        seconds = settings.cluster.move_seconds
-        self._drain = Drain(readiness, cluster, kv, rollouts, sessions, weights, moves, seconds)
+        seconds = settings.cluster.handoff_seconds
+        self._drain = Drain(readiness, cluster, kv, rollouts, sessions, weights, handoff, seconds)
         self._name_components()
         self._started_at = time.monotonic()
         self.serving_observers: list[Callable[[], None]] = []
@@ -89,8 +89,6 @@ class Server:
         self.stager, self.drafters = self._weights.stager, self._weights.drafters
         self.activation, self.coordinator = self._weights.activation, self._weights.coordinator
         self.transfers, self.replication = self._weights.transfers, self._weights.replication
-        self.move_receiver, self.move_sender = self._moves.receiver, self._moves.sender
-        self.session_receiver = self._moves.session_receiver
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

@@ -684,7 +684,9 @@ def _given(places: range, token_ids: Sequence[int]) -> TopLogprobRows | None:
         return None
     row = [-float(token) if token else -math.inf for token in token_ids]
     return TopLogprobRows(
-        np.array([[place % VOCAB_SIZE, *token_ids] for place in places], np.int32),
+        np.array([[place % VOCAB_SIZE, *token_ids] for place in places], np.int32).reshape(
+            len(places), len(row) + 1
+        ),
         np.array([[-0.5, *row]] * len(places), np.float32).reshape(len(places), len(row) + 1),
         np.ones(len(places), np.int64),
     )
@@ -723,10 +725,10 @@ def _rows(
     token_ids: Sequence[int], logprobs: Sequence[float], num_top_logprobs: int
 ) -> TopLogprobRows:
     """Each token and the ones after it; the token itself has the highest probability."""
-    others = [0, *range(num_top_logprobs)]
+    others = np.array([0, *range(num_top_logprobs)])
     return TopLogprobRows(
-        np.array([[(token + i) % VOCAB_SIZE for i in others] for token in token_ids], np.int32),
-        np.array([[logprob - i for i in others] for logprob in logprobs], np.float32),
+        ((np.array(token_ids, int)[:, None] + others) % VOCAB_SIZE).astype(np.int32),
+        (np.array(logprobs)[:, None] - others).astype(np.float32),
         np.ones(len(token_ids), np.int64),
     )
 

@@ -37,8 +37,8 @@ EXPLANATIONS = {
         "`8 x 8 samples` are 8 groups of 8. Two engines run a single group on one of them.",
     ),
     "drain": (
-        "Time of a drain that moves running samples",
-        "Without moves (`cluster.move_seconds: 0`) the replica runs the samples to their end.",
+        "Time of a drain that hands over running samples",
+        "Without it (`cluster.handoff_seconds: 0`) the replica runs the samples to their end.",
     ),
     "draft_store": ("Time of the draft store", "Sibling drafts are read from this store."),
     "drafter_recovery": ("Acceptance of the drafter after a policy update", ""),

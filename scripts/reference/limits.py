@@ -107,8 +107,8 @@ LIMITS = (
         "test_json_above_the_limit_is_refused_and_the_packed_form_named",
     ),
     Limit(
-        "bytes of a packed request, and of a moved rollout or session; twice as many of a key, and "
-        "four times as many in all, may arrive or wait to be parsed",
+        "bytes of a packed request, and of an offered rollout or session; twice as many of a key, "
+        "and four times as many in all, may arrive or wait to be parsed",
         "limits.max_body_bytes",
         "body_too_large; quota_exceeded; overloaded",
         f"{HTTP}/bodies.py",

@@ -54,9 +54,9 @@ class ClusterSettings(Section):
         description="time without a heartbeat after which a replica counts as gone, in seconds; "
         "at least two heartbeat intervals and a call; increase it if live replicas count as gone",
     )
-    move_seconds: SecondsOrZero = Field(
+    handoff_seconds: SecondsOrZero = Field(
         1.5,
-        description="time in which a draining replica moves its rollouts to the other replicas, in "
+        description="time in which a draining replica hands its rollouts to the other replicas, in "
         "seconds; needs weights.peers; 0: it runs them to their end; increase it for many tokens "
         "or a slow network",
     )

@@ -14,8 +14,8 @@ class LimitsSettings(Section):
 
     max_body_bytes: AtLeast1024 = Field(
         32 * 2**20,
-        description="maximum size of a packed request body, and of a moved rollout or session, in "
-        "bytes; increase it for requests with many long prompts",
+        description="maximum size of a packed request body, and of an offered rollout or session, "
+        "in bytes; increase it for requests with many long prompts",
     )
     max_json_bytes: AtLeast1024 = Field(
         8 * 2**20,

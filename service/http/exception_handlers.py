@@ -116,14 +116,11 @@ async def _engine_dead(request: Request, error: Exception) -> Response:
 def _allowed_methods(request: Request) -> str:
     """Value of the header `Allow`: the methods of all routes of the path.
 
-    Starlette lists the methods of the first matching route only. A path with fewer parameters takes
-    precedence, as in OpenAPI: `/v1/moves/sessions` is not the rollout `sessions`.
+    Starlette lists the methods of the first matching route only.
     """
     routes = [route for route in request.app.routes if isinstance(route, Route)]
     matching = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
-    fewest = min(len(route.param_convertors) for route in matching)
-    of_path = [route for route in matching if len(route.param_convertors) == fewest]
-    return ", ".join(sorted({method for route in of_path for method in route.methods or ()}))
+    return ", ".join(sorted({method for route in matching for method in route.methods or ()}))
 
 
 async def _client_disconnected(request: Request, error: Exception) -> Response:

@@ -194,9 +194,11 @@ class ClusterMetrics(MetricTable):
         operation=("heartbeat", "claim", "release", "transfer", "holder", "leave"),
     )
     redirects = counter("cluster_redirects", "Requests redirected to another replica")
-    moves = counter(
-        "rollout_moves",
-        "Running rollouts and results that were offered to other replicas, by whether one accepted",
+    handoffs = counter(
+        "handoffs",
+        "Rollouts, and sessions of one group, that a draining replica has offered to others, by "
+        "whether one accepted",
+        kind=("rollouts", "sessions"),
         outcome=("moved", "kept"),
     )
     unregistered_keys = counter(

@@ -15,12 +15,6 @@ class SessionMetrics(MetricTable):
     dropped = counter(
         "sessions_dropped", "Ended agent sessions that were dropped because of sessions.max_bytes"
     )
-    moves = counter(
-        "session_moves",
-        "Offers of one or more sessions by a draining replica, by whether another one continues "
-        "them",
-        outcome=("moved", "kept"),
-    )
     turns = counter(
         "session_turns",
         "Turns of agent sessions, by the reason for the place of their prompt in the tree",

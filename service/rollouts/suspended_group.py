@@ -13,28 +13,27 @@ from service.rollouts.group_options import num_given
 from service.rollouts.request import NewRollout
 
 NO_TOKENS: TokenLists = TokenColumns(token_ids=[], logprobs=[], versions=())
-"""Tokens of a sample that is not to be continued, because it has finished."""
+"""Tokens of a sample that has finished, or that has none yet and begins anew."""
 
 
 def can_move(request: NewRollout) -> bool:
     """True if the state of a rollout is in its request, its results and its tokens.
 
     Of a tree, only the result can be moved (`Rollout.can_suspend`). External trees, calls of
-    sessions, exported, spliced and kept KV, routed experts, and logprobs of further tokens have
-    more, and a random selection of samples without a seed cannot be repeated. Responses of other
-    servers' routes cannot be continued by another replica.
+    sessions, exported, spliced and kept KV, and logprobs of the prompt have more, and a random
+    selection of samples without a seed cannot be repeated. Responses of other servers' routes
+    cannot be continued by another replica.
     """
     finish = request.finish
     is_random = finish is not None and finish.num_samples is not None and finish.select == "random"
     is_unseeded = is_random and any(group.seed is None for group in request.groups)
     spans = any(group.spans is not None for group in request.groups)
     is_external = request.branching is not None and request.branching.mode == "external"
-    more = (request.kv, request.kv_reuse, request.keep_kv, request.chain)
-    tables = (request.top_logprobs, request.logprob_token_ids, request.prompt_logprobs)
+    more = (request.kv, request.kv_reuse, request.keep_kv, request.chain, request.prompt_logprobs)
     return (
         request.body is not None
-        and not (spans or is_external or is_unseeded or request.return_routed_experts)
-        and all(value is None for value in (*more, *tables))
+        and not (spans or is_external or is_unseeded)
+        and all(value is None for value in more)
     )
 
 
@@ -44,10 +43,11 @@ def resumed(group: Group) -> Group:
     A reason to end it that was set meanwhile is passed on.
     """
     options, indices = group.options, range(group.options.n)
+    tokens = [group.suspended.get(index, NO_TOKENS) for index in indices]
     return Group(
         options=replace(
             options,
-            continued=[group.suspended.get(index, NO_TOKENS) for index in indices],
+            continued=[part if part.token_ids else NO_TOKENS for part in tokens],
             num_given_tokens=[num_given(options, index) for index in indices],
         ),
         sampler=FlatSampler(),

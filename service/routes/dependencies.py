@@ -54,11 +54,11 @@ async def _check_rollout_local(
 ) -> None:
     """Redirect the request to the replica that has the rollout, if it is another one.
 
-    Raises NotReady while the rollout moves to this replica, which has its keys already.
+    Raises NotReady while the rollout arrives at this replica, which has its keys already.
     """
     if server.rollouts.find(rollout_id) is None:
-        if server.move_receiver.is_arriving(rollout_id):
-            raise NotReady("the rollout is moving to this replica", retry_after_seconds=1.0)
+        if server.handoff.receiver.is_arriving(rollout_id):
+            raise NotReady("the rollout arrives at this replica", retry_after_seconds=1.0)
         key = move_key(rollout_id, caller.name)
         await server.idempotency_keys.check_local(rollout_id, key)
 

@@ -221,7 +221,7 @@ async def test_method_not_allowed_lists_all_methods_of_the_path(tmp_path: Path) 
             ("/v1/rollouts", "POST"),
             ("/v1/rollouts/x", "DELETE, GET"),
             ("/v1/weights/v1", "DELETE, POST, PUT"),
-            ("/v1/moves/sessions", "POST"),
+            ("/v1/handoff/sessions", "POST"),
         ):
             for method in ("PATCH", "OPTIONS", "HEAD"):
                 refused = await served.http.request(method, path)

@@ -1,4 +1,4 @@
-"""Checks that a soak of drains has exercised moves, by its counts and the replicas' logs."""
+"""Checks that a soak of drains has handed over work, by its counts and the replicas' logs."""
 
 import json
 import re
@@ -10,11 +10,9 @@ from service.drain import LOG_SECONDS
 
 ANSWERED_PER_DRAIN = 1.0
 MOVED_PER_DRAIN = 0.1
-MOVES = {
-    r"rollout \S+ moved to ": "rollouts",
-    r"\d+ sessions moved to ": "sessions",
-}
-"""Kinds of moved work, by the log message of their sender."""
+KINDS = ("rollouts", "sessions")
+MOVED = re.compile(rf"({'|'.join(KINDS)}) \S+ moved to ")
+"""Message of a sender about work that another replica has accepted."""
 WAITING = "draining for "
 
 
@@ -34,9 +32,8 @@ def messages(lines: Iterable[str]) -> list[str]:
 
 
 def num_moved(log: Iterable[str]) -> Counter[str]:
-    """Numbers of moves in the messages of a log, by kind."""
-    kinds = (kind for message in log for start, kind in MOVES.items() if re.match(start, message))
-    return Counter(kinds)
+    """Numbers of accepted offers in the messages of a log, by kind."""
+    return Counter(found[1] for message in log if (found := MOVED.match(message)))
 
 
 def slow_drain(seconds: float, log: Iterable[str]) -> SlowDrain | None:
@@ -61,9 +58,9 @@ def not_exercised(
         for kind, number in answered.items()
         if number < ANSWERED_PER_DRAIN * num_drains
     ]
-    few_moves = [
+    few_offers = [
         f"{kind}: {moved.get(kind, 0)} moved"
-        for kind in MOVES.values()
+        for kind in KINDS
         if moved.get(kind, 0) < MOVED_PER_DRAIN * num_drains
     ]
-    return few + few_moves
+    return few + few_offers

@@ -1,4 +1,4 @@
-"""Replicas that drain at random under load, some with a fault in the middle of the moves.
+"""Replicas that drain at random under load, some with a fault while work is handed over.
 
     python -m tests.soak.drains [--drains 200] [--engine fake|real] [--seed 1] [--report PAGE]
 

@@ -23,11 +23,11 @@ def test_soak_without_moved_sessions_fails() -> None:
     assert not_exercised(ANSWERED, KINDS, moved, 10) == ["sessions: 0 moved"]
 
 
-def test_moves_are_counted_in_the_log() -> None:
+def test_accepted_offers_are_counted_in_the_log() -> None:
     log = [
-        "rollout a.b moved to http://c",
-        "rollout a.d stays here",
-        "3 sessions moved to http://c",
+        "rollouts a.b moved to http://c",
+        "rollouts a.d stay here",
+        "sessions a.e moved to http://c",
     ]
     lines = [json.dumps({"message": message}) for message in log]
     assert num_moved(messages([*lines, "Traceback", "", lines[0][:9]])) == {

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from service.cluster.in_memory import InMemoryRegistry
-from tests.service.cluster.test_moves import (
+from tests.service.cluster.test_handoff import (
     ASYNC,
     drain,
     engine_of,

@@ -12,7 +12,7 @@ import httpx
 from service.cluster.in_memory import InMemoryRegistry
 from tests.cluster import fleet
 from tests.fake_engine import FakeEngine
-from tests.service.cluster.test_moves import see_each_other
+from tests.service.cluster.test_handoff import see_each_other
 from tests.service.sessions.agents import Agent
 from tests.serving import Served
 

@@ -312,7 +312,7 @@ class Experts(Kind):
         return RoutedExperts.joined([values for values, _ in parts if values is not None])
 
     def fits(self, values: RoutedExperts, length: int) -> bool:
-        return values.shape[0] >= length - 1
+        return values.start + values.shape[0] >= length - 1
 
     def num_bytes(self, wire: RoutedExperts) -> int:
         return len(wire.data)

@@ -7,8 +7,8 @@ import pytest
 
 from coppice.wire.sessions import SessionFinishRequest
 from service.cluster.in_memory import InMemoryRegistry
-from tests.service.cluster.test_move_faults import peer
-from tests.service.cluster.test_moves import see_each_other
+from tests.service.cluster.test_handoff import see_each_other
+from tests.service.cluster.test_handoff_faults import peer
 from tests.service.sessions.agents import HELLO
 from tests.service.sessions.fleets import (
     HeldRegistry,
@@ -19,7 +19,7 @@ from tests.service.sessions.fleets import (
     records,
     replicas,
 )
-from tests.service.sessions.test_session_move_faults import state_of
+from tests.service.sessions.test_session_handoff_faults import state_of
 from tests.service.test_rollouts import running_samples
 
 pytestmark = pytest.mark.slow
@@ -47,7 +47,7 @@ async def test_session_that_ends_before_its_group_is_accepted_is_streamed_by_the
 async def test_session_that_ends_during_an_offer_without_success_is_streamed_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.moves.session_sender.OFFER_SECONDS", 0.5)
+    monkeypatch.setattr("service.handoff.sender.OFFER_SECONDS", 0.5)
     registry = InMemoryRegistry()
     async with (
         replicas(tmp_path, 1, registry) as [a],

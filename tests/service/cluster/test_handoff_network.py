@@ -14,8 +14,7 @@ from tests.cluster import fleet, sees
 from tests.fake_engine import FakeEngine
 from tests.ports import free_port
 from tests.redis_server import RedisServer, redis_server
-from tests.service.cluster.test_move_outcomes import sender_of
-from tests.service.cluster.test_moves import (
+from tests.service.cluster.test_handoff import (
     ASYNC,
     LONG,
     PEERS,
@@ -26,6 +25,7 @@ from tests.service.cluster.test_moves import (
     see_each_other,
     submitted,
 )
+from tests.service.cluster.test_handoff_outcomes import sender_of
 from tests.service.test_rollouts import body, running_samples
 from tests.serving import Served, serving
 from tests.throttled_proxy import ThrottledProxy, throttled_proxy
@@ -58,7 +58,7 @@ def with_fault(
 async def with_redis(tmp_path: Path) -> AsyncIterator[tuple[RedisServer, list[Served]]]:
     with redis_server(tmp_path) as redis:
         cluster = {"redis_url": redis.url, "heartbeat_seconds": 0.2, "expire_seconds": 30.0}
-        cluster |= {"call_seconds": 1.0, "move_seconds": 30.0}
+        cluster |= {"call_seconds": 1.0, "handoff_seconds": 30.0}
         weights = {**PEERS, "replication_seconds": 0.1}  # otherwise a start takes `expire_seconds`
         engines = [FakeEngine(instant=False) for _ in range(2)]
         async with fleet(
@@ -108,13 +108,13 @@ async def test_redis_that_fails_over_during_a_move_costs_no_token(
 
 @asynccontextmanager
 async def over_network(
-    tmp_path: Path, bytes_per_second: float, move_seconds: float
+    tmp_path: Path, bytes_per_second: float, handoff_seconds: float
 ) -> AsyncIterator[tuple[Served, Served, ThrottledProxy]]:
     """Two replicas; the second one is reached through a throttled connection only."""
     registry, near, far = InMemoryRegistry(), free_port(), free_port()
     ports = (free_port(), near)
     advertised = (ports[0], far)
-    cluster = {"move_seconds": move_seconds}
+    cluster = {"handoff_seconds": handoff_seconds}
     settings: list[dict[str, Any]] = [
         {
             "weights": PEERS,

@@ -12,8 +12,8 @@ from coppice.wire.sessions import SessionFinishRequest
 from service.cluster.in_memory import InMemoryRegistry
 from service.errors import Draining
 from tests.fake_engine import FakeEngine
-from tests.service.cluster.test_move_faults import peer
-from tests.service.cluster.test_moves import see_each_other
+from tests.service.cluster.test_handoff import see_each_other
+from tests.service.cluster.test_handoff_faults import peer
 from tests.service.keyfile import bearer, write_keys
 from tests.service.sessions.agents import HELLO, Agent
 from tests.service.sessions.fleets import (
@@ -30,7 +30,7 @@ from tests.serving import Served, serving
 
 pytestmark = pytest.mark.slow
 
-PATH = "/v1/moves/sessions"
+PATH = "/v1/handoff/sessions"
 OUTCOMES = ("moved", "kept")
 
 
@@ -40,18 +40,19 @@ async def state_of(served: Served, agent: Agent) -> Any:
     session = served.server.sessions.get(agent.id, owner="local")
     await session.wait_until_idle()
     group = store.group_of(session)
-    body = await served.server._moves.session_sender._body(group, [*group.ended.sessions, session])
-    return json.loads(body)
+    sessions = [*group.ended.sessions, session]
+    offer = await served.server.handoff.open_sessions.state(group, sessions)
+    return json.loads(offer.model_dump_json())
 
 
 async def test_refused_session_is_offered_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.moves.session_sender.RETRY_SECONDS", 0.05)
+    monkeypatch.setattr("service.handoff.sender.RETRY_SECONDS", 0.05)
     async with replicas(tmp_path) as (a, b), agents_of(a) as [agent]:
         b.server.readiness.draining = True
         draining = asyncio.create_task(drain(a))
-        kept = a.server.metrics.sessions.moves.labels("kept")
+        kept = a.server.metrics.cluster.handoffs.labels("sessions", "kept")
         while not kept._value.get():
             await asyncio.sleep(0.001)
         assert (await get(a, f"/v1/sessions/{agent.id}"))["state"] == "open"
@@ -90,7 +91,7 @@ async def test_sessions_that_the_drain_cancels_are_sent_to_their_group(tmp_path:
 async def test_group_with_a_session_that_is_too_large_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.moves.session_sender.RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("service.handoff.sender.RETRY_SECONDS", 0.01)
     limits: dict[str, Any] = {"max_body_bytes": 3500}
     async with (
         replicas(tmp_path, limits=limits) as (a, b),
@@ -98,10 +99,11 @@ async def test_group_with_a_session_that_is_too_large_stays(
         agents_of(a, n=2) as small,
     ):
         await call(large[1], [{"role": "user", "content": "long" * 100}])
-        await a.server.drain(0.5)
+        await a.server.drain(2.0)
         kept = [(await get(a, f"/v1/sessions/{each.id}"))["end_reason"] for each in large]
         moved = [(await get(b, f"/v1/sessions/{each.id}"))["state"] for each in small]
-        counts = [a.server.metrics.sessions.moves.labels(each)._value.get() for each in OUTCOMES]
+        handoffs = a.server.metrics.cluster.handoffs
+        counts = [handoffs.labels("sessions", each)._value.get() for each in OUTCOMES]
     assert (kept, moved, counts) == (["drain", "drain"], ["open", "open"], [2, 1])
 
 
@@ -109,8 +111,8 @@ async def test_group_with_a_session_that_is_too_large_stays(
 async def test_session_stays_if_the_only_peer_fails(
     tmp_path: Path, behaviour: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.moves.session_sender.OFFER_SECONDS", 0.5)
-    monkeypatch.setattr("service.moves.peers.CANCEL_SECONDS", 30.0)
+    monkeypatch.setattr("service.handoff.sender.OFFER_SECONDS", 0.5)
+    monkeypatch.setattr("service.handoff.sender.CANCEL_SECONDS", 30.0)
     registry = InMemoryRegistry()
     async with (
         replicas(tmp_path, 1, registry) as [a],
@@ -120,14 +122,14 @@ async def test_session_stays_if_the_only_peer_fails(
         await see_each_other(a)
         await call(agent, HELLO)
         draining = asyncio.create_task(drain(a))
-        while not a.server.metrics.sessions.moves.labels("kept")._value.get():
+        while not a.server.metrics.cluster.handoffs.labels("sessions", "kept")._value.get():
             await asyncio.sleep(0.001)
         finish: Any = {"method": "POST", "json": {"reward": 1.0}}
         answer = await get(a, f"/v1/sessions/{agent.id}/finish", **finish)
         await draining
         assert not a.server.idempotency_keys.held
     assert (answer["state"], len(answer["turns"])) == ("finished", 1)
-    assert requests[0].startswith(b"POST /v1/moves/sessions ")
+    assert requests[0].startswith(b"POST /v1/handoff/sessions ")
     if behaviour != "older":  # the outcome is unknown: the other replica must not have it, too
         assert requests[1].startswith(f"DELETE {PATH}/{agent.id} ".encode())
 
@@ -135,7 +137,7 @@ async def test_session_stays_if_the_only_peer_fails(
 async def test_finish_waits_for_the_outcome_of_a_move(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.moves.session_sender.OFFER_SECONDS", 0.5)
+    monkeypatch.setattr("service.handoff.sender.OFFER_SECONDS", 0.5)
     registry = InMemoryRegistry()
     async with (
         replicas(tmp_path, 1, registry) as [a],
@@ -194,7 +196,7 @@ async def test_requests_that_wait_for_returned_sessions_are_repeated_at_the_send
         while session.is_open:
             await asyncio.sleep(0)
         assert not session.ended.is_set()
-        await b.server.session_receiver.cancel(one.id)
+        await b.server.handoff.sessions.give_back(one.id)
         async with asyncio.timeout(10):
             assert await reading is None
             with pytest.raises(Draining):
@@ -240,7 +242,7 @@ def segment(state: Any, index: int = -1) -> Any:
 
 
 CHANGES: dict[str, Change] = {
-    "format": lambda s: s.update(format=2),
+    "version of the state": lambda s: s.update(state_version=2),
     "unknown field": lambda s: s.update(later=1),
     "key": lambda s: s["group"]["keys"].clear(),
     "source of no cluster": lambda s: s.update(source="0" * 12),

@@ -10,15 +10,15 @@ import httpx
 import pytest
 
 from service.cluster.in_memory import InMemoryRegistry
-from tests.service.cluster.test_moved_results import KEY
-from tests.service.cluster.test_moves import (
+from tests.service.cluster.test_handoff import (
     LONG,
     PROMPT,
     engine_of,
-    moved_state,
+    offered_state,
     replicas,
     see_each_other,
 )
+from tests.service.cluster.test_handoff_results import KEY
 from tests.service.test_rollouts import body, group
 from tests.serving import Served
 
@@ -41,6 +41,8 @@ HEAD: State = {
     "num_cached_tokens": 0,
 }
 SEGMENT: State = FINISHED | {"id": "1.0", "depth": 0, "finish_reason": "length"}
+TABLE: State = {"offsets": [0, 1], "token_ids": [3], "logprobs": [-1.0]}
+EXPERTS: State = {"start": 0, "shape": [3, 1, 1], "dtype": "uint8", "data": "AAAA"}
 SUPPORT: State = {"vocab_size": 256, "lengths": [1], "data": "AA=="}
 
 
@@ -133,6 +135,16 @@ FORGED: dict[str, Callable[[State], object]] = {
     "a segment with a token outside": lambda s: segment(s, id="0.0", token_ids=[3, 256]),
     "a segment with NaN": lambda s: segment(s, id="0.0", entropy=[1.0, math.nan]),
     "a key with another digest": lambda s: s.update(key={"key": "k", "fingerprint": "0"}),
+    "a key with a line break": lambda s: s.update(key={"key": "move\nx", "fingerprint": "0" * 64}),
+    "no version of the state": lambda s: s.pop("state_version"),
+    "unwanted top logprobs": lambda s: unfinished(s).update(top_logprobs=TABLE),
+    "missing top logprobs": lambda s: s["request"].update(top_logprobs=1),
+    "missing given logprobs": lambda s: s["request"].update(logprob_token_ids=[1]),
+    "unwanted experts": lambda s: unfinished(s).update(routed_experts=EXPERTS),
+    "experts of other positions": lambda s: (
+        s["request"].update(return_routed_experts=True),
+        unfinished(s).update(routed_experts=EXPERTS | {"start": 1}),
+    ),
     "an id of no replica": lambda s: s.update(id="x"),
     "a source that is not registered": lambda s: s.update(source="0" * 12),
 }
@@ -155,19 +167,19 @@ FINISHED_CHANGES: dict[str, State] = {
 async def refused(a: Served, b: Served, state: State) -> httpx.Response:
     """Response to a state that leaves nothing on the replica, so that the true one is accepted."""
     headers = {"content-type": "application/json"}
-    response = await b.http.post("/v1/moves", content=json.dumps(state), headers=headers)
+    response = await b.http.post("/v1/handoff/rollouts", content=json.dumps(state), headers=headers)
     assert (b.server.rollouts.num_running, b.server.admission.num_samples) == (0, 0)
     assert (len(b.server.idempotency_keys), engine_of(b).submitted) == (0, [])
     assert b.server.idempotency_keys.held == set()
-    true = moved_state(a)
-    assert (await b.http.post("/v1/moves", json=true)).status_code == 201
+    true = offered_state(a)
+    assert (await b.http.post("/v1/handoff/rollouts", json=true)).status_code == 201
     return response
 
 
 @pytest.mark.parametrize("name", FORGED)
 async def test_forged_state_is_refused(tmp_path: Path, name: str) -> None:
     async with replicas(tmp_path, InMemoryRegistry()) as (a, b):
-        state = moved_state(a)
+        state = offered_state(a)
         FORGED[name](state)
         response = await refused(a, b, state)
     assert 400 <= response.status_code < 500, response.text
@@ -177,10 +189,10 @@ async def test_forged_state_is_refused(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", FINISHED_CHANGES)
 async def test_forged_result_is_refused(tmp_path: Path, name: str) -> None:
     async with replicas(tmp_path, InMemoryRegistry()) as (a, b):
-        state = moved_state(a)
+        state = offered_state(a)
         moved = state["groups"][0]
         state["request"] = body(group(1, 2, 3, n=2), **LONG)
-        moved |= {"num_given_tokens": [0, 0], "sample_seconds": [1.0]}
+        moved |= {"sample_seconds": [1.0]}
         finished(state, **FINISHED_CHANGES[name])
         response = await refused(a, b, state)
     assert (response.status_code, response.json()["code"]) == (422, "invalid_request")
@@ -194,7 +206,7 @@ async def test_key_of_another_rollout_stays_with_it(tmp_path: Path) -> None:
         )
         key = {"key": KEY["idempotency-key"], "fingerprint": "0" * 64}
         assert (
-            await b.http.post("/v1/moves", json=moved_state(a) | {"key": key})
+            await b.http.post("/v1/handoff/rollouts", json=offered_state(a) | {"key": key})
         ).status_code == 201
         again = await b.http.post(
             "/v1/rollouts", json=body(PROMPT, **LONG), headers=KEY | {"prefer": "respond-async"}

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,14 +13,14 @@ from coppice.wire.columns.token_columns import TokenColumns, TokenLists
 from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.registry import RegistryUnavailable, Replica
 from service.config.allowed_peers import Peers
-from service.moves.peers import refusal_of
-from service.moves.sender import CONCURRENT_MOVES, MoveSender
+from service.handoff.rollouts import Results, RunningRollouts
+from service.handoff.sender import CONCURRENT_OFFERS, HandoffSender, refusal_of
 from service.rollouts.flat_sampler import FlatSampler
 from service.rollouts.group import Group
 from service.rollouts.group_options import GroupOptions
 from service.rollouts.rollout import Rollout
 from tests.fake_engine import FakeEngine
-from tests.service.cluster.test_moves import (
+from tests.service.cluster.test_handoff import (
     LONG,
     PROMPT,
     engine_of,
@@ -60,24 +61,41 @@ def blocked(gate: asyncio.Event) -> type[httpx.AsyncClient]:
     return Blocked
 
 
+class PresentResults(Results):
+    """Results that are here now, each of which is offered once."""
+
+    def is_over(self) -> bool:
+        return True
+
+
+class RolloutSender:
+    """Sender of the rollouts and results of a replica, apart from that of its drain."""
+
+    def __init__(self, served: Served, client: type[httpx.AsyncClient], max_bytes: int) -> None:
+        server, peers = served.server, Peers(["http://127.0.0.1:*"], None)
+        of_rollouts = server.handoff.rollouts
+        self._sender = HandoffSender(
+            of_rollouts.cluster,
+            peers,
+            server.metrics.cluster,
+            max_bytes=max_bytes,
+            client=client,
+        )
+        handoff = replace(of_rollouts, candidates=self._sender.candidates)
+        self._running = RunningRollouts(handoff=handoff)
+        self._results = PresentResults(handoff=handoff)
+
+    async def send_all(self, seconds: float) -> None:
+        await self._sender.send_all(self._running, seconds)
+        await self._sender.send_all(self._results, seconds)
+
+
 def sender_of(
     served: Served,
     client: type[httpx.AsyncClient] = httpx.AsyncClient,
     max_bytes: int = 2**20,
-) -> MoveSender:
-    server = served.server
-    return MoveSender(
-        server.engine,
-        server.versions,
-        server.admission,
-        server.rollouts,
-        server.cluster,
-        server.idempotency_keys,
-        Peers(["http://127.0.0.1:*"], None),
-        server.metrics.cluster,
-        max_bytes=max_bytes,
-        client=client,
-    )
+) -> RolloutSender:
+    return RolloutSender(served, client, max_bytes)
 
 
 async def resubmitted(a: Served, number: int) -> None:
@@ -86,7 +104,7 @@ async def resubmitted(a: Served, number: int) -> None:
         await asyncio.sleep(0.001)
 
 
-async def ends_here(a: Served, sender: MoveSender, num_rollouts: int = 2) -> None:
+async def ends_here(a: Served, sender: RolloutSender, num_rollouts: int = 2) -> None:
     """Assert that rollouts that the sender cannot move continue, and end with all tokens."""
     calling = [asyncio.create_task(post(a, body(PROMPT, **LONG))) for _ in range(num_rollouts)]
     await running_samples(a, 2 * num_rollouts)
@@ -142,11 +160,11 @@ async def test_rollout_is_suspended_only_when_its_turn_has_come(tmp_path: Path) 
         await running_samples(a, 24)
         gate = asyncio.Event()
         sending = asyncio.create_task(sender_of(a, blocked(gate)).send_all(30))
-        while len(engine_of(a).running) > 24 - 2 * CONCURRENT_MOVES:
+        while len(engine_of(a).running) > 24 - 2 * CONCURRENT_OFFERS:
             await asyncio.sleep(0.001)
         for _ in range(100):
             await asyncio.sleep(0.001)
-            assert len(engine_of(a).running) == 24 - 2 * CONCURRENT_MOVES
+            assert len(engine_of(a).running) == 24 - 2 * CONCURRENT_OFFERS
         gate.set()
         await sending
         await running_samples(b, 24)
@@ -323,7 +341,7 @@ async def test_cancellation_that_reaches_the_source_does_not_end_the_rollout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The source has itself received the rollout from a third replica."""
-    monkeypatch.setattr("service.moves.peers.CANCEL_SECONDS", 30.0)
+    monkeypatch.setattr("service.handoff.sender.CANCEL_SECONDS", 30.0)
     async with replicas(tmp_path, InMemoryRegistry(), 2) as (a, b):
         await see_each_other(a, b)
         calling = asyncio.create_task(post(a, body(PROMPT, **LONG)))

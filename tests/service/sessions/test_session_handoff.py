@@ -182,7 +182,7 @@ async def test_session_is_found_after_its_replica_has_left(tmp_path: Path) -> No
         assert len(await records(c, f"{agent.id.partition('.')[0]}.g")) == 2
 
 
-async def test_session_moves_again(tmp_path: Path) -> None:
+async def test_session_handoff_again(tmp_path: Path) -> None:
     async with replicas(tmp_path) as (a, b), agents_of(a) as [agent]:
         first = await call(agent, HELLO)
         await drain(a)
@@ -227,7 +227,7 @@ async def test_cancellation_that_reaches_the_sender_does_not_end_the_session(
         session = b.server.sessions.store.find(agent.id)
         assert session is not None
         with session.moving():
-            response = await b.http.delete(f"/v1/moves/sessions/{agent.id}")
+            response = await b.http.delete(f"/v1/handoff/sessions/{agent.id}")
         assert response.status_code == 404
         assert b.server.sessions.num_open == 1
 
@@ -283,7 +283,7 @@ async def test_agent_whose_session_is_arriving_may_retry(tmp_path: Path) -> None
 
 async def test_sessions_do_not_wait_for_rollouts_that_cannot_move(tmp_path: Path) -> None:
     """The call of another session runs to its end, for longer than rollouts are moved."""
-    cluster = {"move_seconds": DRAIN_SECONDS}
+    cluster = {"handoff_seconds": DRAIN_SECONDS}
     async with (
         replicas(tmp_path, instant=False, cluster=cluster) as (a, b),
         agents_of(a) as [busy],

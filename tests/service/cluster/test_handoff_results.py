@@ -11,13 +11,13 @@ import pytest
 from service.cluster.idempotency_claim import IdempotencyClaim
 from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.registry import RegistryUnavailable, Replica
-from tests.service.cluster.test_moves import (
+from tests.service.cluster.test_handoff import (
     ASYNC,
     LONG,
     PROMPT,
     drain,
     engine_of,
-    moved_state,
+    offered_state,
     replicas,
     see_each_other,
     submitted,
@@ -52,7 +52,7 @@ class Interrupted(InMemoryRegistry):
 
 @asynccontextmanager
 async def pair(tmp_path: Path, shared: InMemoryRegistry) -> AsyncIterator[list[Served]]:
-    async with replicas(tmp_path, shared, cluster={"move_seconds": 0.5}) as served:
+    async with replicas(tmp_path, shared, cluster={"handoff_seconds": 0.5}) as served:
         await see_each_other(*served)
         yield served
 
@@ -80,7 +80,7 @@ async def check_moved(b: Served, place: str) -> None:
 async def test_refused_result_is_offered_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.moves.sender.RETRY_SECONDS", 0.05)
+    monkeypatch.setattr("service.handoff.sender.RETRY_SECONDS", 0.05)
     shared = Interrupted()
     async with pair(tmp_path, shared) as (a, b):
         place = await submit(a)
@@ -174,9 +174,9 @@ async def test_rollout_moves_without_its_key_if_a_third_replica_holds_it(tmp_pat
 
 async def test_rollout_is_refused_while_a_request_with_its_key_starts(tmp_path: Path) -> None:
     async with pair(tmp_path, InMemoryRegistry()) as (a, b):
-        state = moved_state(a) | {"key": {"key": "k", "fingerprint": "0" * 64}}
+        state = offered_state(a) | {"key": {"key": "k", "fingerprint": "0" * 64}}
         claim = IdempotencyClaim("local", "k", bytes(32))
         b.server.idempotency_keys.claim(claim)
-        response = await b.http.post("/v1/moves", json=state)
+        response = await b.http.post("/v1/handoff/rollouts", json=state)
         assert (response.status_code, response.json()["code"]) == (503, "not_ready")
         assert (len(b.server.idempotency_keys), b.server.admission.num_samples) == (1, 0)

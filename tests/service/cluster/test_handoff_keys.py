@@ -9,8 +9,7 @@ import pytest
 
 from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.membership import ClusterMembership
-from tests.service.cluster.test_moved_results import GONE, KEY, ended, set_holder, submit
-from tests.service.cluster.test_moves import (
+from tests.service.cluster.test_handoff import (
     ASYNC,
     LONG,
     PROMPT,
@@ -19,12 +18,13 @@ from tests.service.cluster.test_moves import (
     replicas,
     see_each_other,
 )
+from tests.service.cluster.test_handoff_results import GONE, KEY, ended, set_holder, submit
 from tests.service.test_rollouts import body
 from tests.serving import Served
 
 pytestmark = pytest.mark.slow
 
-CLUSTER = {"move_seconds": 0.5}
+CLUSTER = {"handoff_seconds": 0.5}
 
 
 async def test_key_goes_to_the_replica_whose_retry_has_started_another_rollout(
@@ -94,7 +94,7 @@ async def test_retry_and_reader_of_a_rollout_that_arrives_may_repeat_the_request
 ) -> None:
     """Also if the replica that has given it its id has left."""
     registry = InMemoryRegistry()
-    async with replicas(tmp_path, registry, cluster={"move_seconds": 5}) as (a, b):
+    async with replicas(tmp_path, registry, cluster={"handoff_seconds": 5}) as (a, b):
         await see_each_other(a, b)
         place = await submit(a, **KEY)
         async with taking_over_keys(b) as has_begun:

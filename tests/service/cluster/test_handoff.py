@@ -61,7 +61,7 @@ async def pair(tmp_path: Path) -> AsyncIterator[list[Served]]:
 def replicas(tmp_path: Path, shared: InMemoryRegistry, number: int = 2, **sections: Any) -> Any:
     engines = [FakeEngine(instant=False, prompt_kv=True) for _ in range(number)]
     # A timeout that a busy machine does not reach.
-    cluster = {"move_seconds": 30, **sections.pop("cluster", {})}
+    cluster = {"handoff_seconds": 30, **sections.pop("cluster", {})}
     return fleet(
         tmp_path, engines, lambda: shared, **{"weights": PEERS, "cluster": cluster, **sections}
     )
@@ -206,7 +206,7 @@ async def test_retry_with_the_key_gets_the_moved_rollout_from_any_replica(tmp_pa
         await drain(a)
         holder, other = await holder_first(b, c)
         metrics = (await a.http.get("/metrics")).text
-        assert 'coppice_rollout_moves_total{outcome="moved"} 1.0' in metrics
+        assert 'coppice_handoffs_total{kind="rollouts",outcome="moved"} 1.0' in metrics
         retries = [
             asyncio.create_task(post(each, request, **{"idempotency-key": "k"}))
             for each in (a, holder, other)
@@ -338,7 +338,7 @@ async def test_rollout_that_no_replica_accepts_ends_where_it_is(tmp_path: Path) 
         metrics = (await a.http.get("/metrics")).text
     tokens = [sample["token_ids"] for sample in answer["groups"][0]["samples"]]
     assert (answer["outcome"], tokens) == ("done", [list(range(3, 15))] * 2)
-    assert 'coppice_rollout_moves_total{outcome="kept"} 1.0' in metrics
+    assert 'coppice_handoffs_total{kind="rollouts",outcome="kept"} 1.0' in metrics
 
 
 async def test_rollout_is_not_moved_while_the_registry_does_not_respond(tmp_path: Path) -> None:
@@ -408,17 +408,28 @@ async def test_lost_rollout_is_reported_to_a_caller_that_follows_it(pair: list[S
     assert (response.status_code, response.json()["code"]) == (410, "replica_gone")
 
 
-async def test_state_of_other_weights_or_of_another_format_is_refused(pair: list[Served]) -> None:
+async def test_state_of_other_weights_or_of_another_version_is_refused(pair: list[Served]) -> None:
     a, b = pair
     codes = [
-        (await b.http.post("/v1/moves", json=moved_state(a) | change)).json()["code"]
-        for change in ({"version": "other"}, {"adapter": "a@1"}, {"format": 2}, {"later": 1})
+        (await b.http.post("/v1/handoff/rollouts", json=offered_state(a) | change)).json()["code"]
+        for change in ({"version": "other"}, {"adapter": "a@1"}, {"state_version": 2}, {"later": 1})
     ]
     assert codes == ["version_conflict"] * 2 + ["invalid_request"] * 2
     assert b.server.admission.num_samples == 0
 
 
-def moved_state(a: Served) -> dict[str, Any]:
+@pytest.mark.parametrize("kind", ["rollouts", "sessions"])
+async def test_unknown_version_of_a_state_is_named_alone(pair: list[Served], kind: str) -> None:
+    state = {"state_version": 7, "a_later_field": 1}
+    response = await pair[1].http.post(f"/v1/handoff/{kind}", json=state)
+    assert (response.status_code, response.json()["code"]) == (422, "invalid_request")
+    [error] = response.json()["errors"]
+    assert error["message"] == (
+        "this replica reads states of version 1, and this one has version 7"
+    )
+
+
+def offered_state(a: Served) -> dict[str, Any]:
     replica_id = a.server.cluster.own_id
     sample = {
         "index": 0,
@@ -430,13 +441,13 @@ def moved_state(a: Served) -> dict[str, Any]:
     moved = {
         "index": 0,
         "prompt_token_ids": [1, 2, 3],
-        "num_given_tokens": [0],
         "seconds_used": 0.0,
         "elapsed_seconds": 0.0,
         "sample_seconds": [],
         "samples": [sample],
     }
     return {
+        "state_version": 1,
         "id": f"{replica_id}.0",
         "source": replica_id,
         "owner": "local",
@@ -456,8 +467,6 @@ def moved_state(a: Served) -> dict[str, Any]:
     [
         {"index": 1},
         {"prompt_token_ids": [1, 256]},
-        {"num_given_tokens": [2]},
-        {"num_given_tokens": [0, 0]},
         {"samples": []},
     ],
 )
@@ -465,9 +474,9 @@ async def test_state_that_does_not_fit_its_request_is_refused(
     pair: list[Served], change: dict[str, Any]
 ) -> None:
     a, b = pair
-    state = moved_state(a)
+    state = offered_state(a)
     state["groups"][0] |= change
-    response = await b.http.post("/v1/moves", json=state)
+    response = await b.http.post("/v1/handoff/rollouts", json=state)
     assert (response.status_code, response.json()["code"]) == (422, "invalid_request")
     assert (b.server.rollouts.num_running, b.server.admission.num_samples) == (0, 0)
     assert len(b.server.idempotency_keys) == 0
@@ -475,18 +484,18 @@ async def test_state_that_does_not_fit_its_request_is_refused(
 
 async def test_state_is_accepted_once_and_can_be_cancelled(pair: list[Served]) -> None:
     a, b = pair
-    state = moved_state(a)
-    first = await b.http.post("/v1/moves", json=state)
-    again = await b.http.post("/v1/moves", json=state)
+    state = offered_state(a)
+    first = await b.http.post("/v1/handoff/rollouts", json=state)
+    again = await b.http.post("/v1/handoff/rollouts", json=state)
     assert (first.status_code, again.status_code) == (201, 422)
-    ended = [await b.http.delete(f"/v1/moves/{state['id']}") for _ in range(2)]
+    ended = [await b.http.delete(f"/v1/handoff/rollouts/{state['id']}") for _ in range(2)]
     assert [response.status_code for response in ended] == [204, 404]
     while b.server.rollouts.num_running:
         await asyncio.sleep(0.001)
     place = await b.http.get(f"/v1/rollouts/{state['id']}", follow_redirects=False)
     assert place.headers["location"].startswith(a.url)
     assert (len(b.server.idempotency_keys), b.server.idempotency_keys.held) == (0, set())
-    late = await b.http.post("/v1/moves", json=state)
+    late = await b.http.post("/v1/handoff/rollouts", json=state)
     assert late.status_code == 422
 
 
@@ -494,13 +503,15 @@ async def test_only_replicas_may_send_rollouts(tmp_path: Path) -> None:
     keys = write_keys(tmp_path / "keys", one="rollout", two="replica")
     settings: dict[str, Any] = {"server": {"keys_file": tmp_path / "keys"}}
     async with replicas(tmp_path, InMemoryRegistry(), **settings) as (a, b):
-        state = json.dumps(moved_state(a) | {"owner": "one"})
+        state = json.dumps(offered_state(a) | {"owner": "one"})
         headers = {"content-type": "application/json"}
         statuses = [
-            (await b.http.post("/v1/moves", content=state, headers=headers | key)).status_code
+            (
+                await b.http.post("/v1/handoff/rollouts", content=state, headers=headers | key)
+            ).status_code
             for key in ({}, bearer(keys["one"]), bearer(keys["two"]))
         ]
-        place = f"/v1/rollouts/{moved_state(a)['id']}"
+        place = f"/v1/rollouts/{offered_state(a)['id']}"
         owner = await b.http.get(place, headers=bearer(keys["one"]))
     assert statuses == [401, 403, 201]
     assert owner.status_code == 202

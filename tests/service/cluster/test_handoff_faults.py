@@ -10,7 +10,7 @@ import pytest
 
 from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.registry import Replica
-from tests.service.cluster.test_moves import (
+from tests.service.cluster.test_handoff import (
     LONG,
     PROMPT,
     answer_after_a_refused_move,
@@ -24,7 +24,7 @@ from tests.service.test_rollouts import body, running_samples
 
 pytestmark = pytest.mark.slow
 
-MOVE_SECONDS = {"silent": 3.0, "stalls": 3.0}
+SECONDS = {"silent": 3.0, "stalls": 3.0}
 """Time that passes for replicas that do not respond; the others fail at once."""
 OTHER_ID = "c" * 12
 HEADERS = b"content-length: 0\r\nconnection: close\r\n\r\n"
@@ -44,7 +44,7 @@ async def peer(registry: InMemoryRegistry, behaviour: str) -> AsyncIterator[list
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         requests.append(await reader.readline())
-        if behaviour in MOVE_SECONDS and requests[-1].startswith(b"DELETE"):
+        if behaviour in SECONDS and requests[-1].startswith(b"DELETE"):
             writer.write(NO_CONTENT)
         elif behaviour == "silent":
             await reader.read()
@@ -70,10 +70,10 @@ async def peer(registry: InMemoryRegistry, behaviour: str) -> AsyncIterator[list
 async def test_rollout_ends_where_it_is_if_the_only_peer_fails(
     tmp_path: Path, behaviour: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.moves.peers.CANCEL_SECONDS", 30.0)
+    monkeypatch.setattr("service.handoff.sender.CANCEL_SECONDS", 30.0)
     registry = InMemoryRegistry()
-    move_seconds = MOVE_SECONDS.get(behaviour, 60.0)
-    cluster: dict[str, Any] = {"cluster": {"move_seconds": move_seconds}}
+    handoff_seconds = SECONDS.get(behaviour, 60.0)
+    cluster: dict[str, Any] = {"cluster": {"handoff_seconds": handoff_seconds}}
     async with (
         replicas(tmp_path, registry, 1, **cluster) as (a,),
         peer(registry, behaviour) as requests,
@@ -84,12 +84,12 @@ async def test_rollout_ends_where_it_is_if_the_only_peer_fails(
         assert await registry.holder(claim) == a.server.cluster.own_id
     tokens = [sample["token_ids"] for sample in answer["groups"][0]["samples"]]
     assert tokens == [list(range(3, 15))] * 2
-    assert requests[0].startswith(b"POST /v1/moves ")
+    assert requests[0].startswith(b"POST /v1/handoff/rollouts ")
     if behaviour not in (
         "older",
         "newer",
     ):  # the outcome is unknown: the other replica must not run it, too
-        assert requests[1].startswith(b"DELETE /v1/moves/")
+        assert requests[1].startswith(b"DELETE /v1/handoff/rollouts/")
 
 
 @pytest.mark.parametrize("behaviour", ["dies", "older", "newer"])

@@ -4,23 +4,24 @@ import asyncio
 import json
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from service.cluster.in_memory import InMemoryRegistry
-from service.moves.state import estimated_bytes
-from tests.service.cluster.test_move_outcomes import sender_of
-from tests.service.cluster.test_moves import (
+from service.handoff.rollout_state import estimated_bytes
+from tests.service.cluster.test_handoff import (
     LONG,
     PROMPT,
     engine_of,
     holder_first,
-    moved_state,
+    offered_state,
     post,
     replicas,
     see_each_other,
 )
+from tests.service.cluster.test_handoff_outcomes import sender_of
 from tests.service.test_rollouts import body, group, running_samples
 
 pytestmark = pytest.mark.slow
@@ -85,8 +86,8 @@ async def test_tokens_of_a_moved_result_are_streamed(tmp_path: Path) -> None:
 
 async def test_more_given_tokens_than_a_sample_has_are_refused(tmp_path: Path) -> None:
     async with replicas(tmp_path, InMemoryRegistry()) as (a, b):
-        state = moved_state(a) | {"given": [{"group": 0, "index": 0, "num_tokens": 2}]}
-        response = await b.http.post("/v1/moves", json=state)
+        state = offered_state(a) | {"given": [{"group": 0, "index": 0, "num_tokens": 2}]}
+        response = await b.http.post("/v1/handoff/rollouts", json=state)
         assert (response.status_code, b.server.admission.num_samples) == (422, 0)
         assert len(b.server.idempotency_keys) == 0
 
@@ -142,3 +143,48 @@ async def test_rollout_that_is_too_large_is_not_suspended(tmp_path: Path) -> Non
         await running_samples(b, 2)
         engine_of(b).step(12)
         assert (await calling).json()["outcome"] == "done"
+
+
+COLUMNS = {
+    "return_support": True,
+    "top_logprobs": 2,
+    "logprob_token_ids": [4, 5],
+    "logprobs_mode": "raw_logprobs",
+    "return_routed_experts": True,
+}
+
+
+@pytest.mark.parametrize("wanted", [*({name: COLUMNS[name]} for name in COLUMNS), COLUMNS], ids=str)
+async def test_columns_are_those_without_a_hand_over(
+    tmp_path: Path, wanted: dict[str, Any]
+) -> None:
+    given = {
+        "token_ids": [3, 4],
+        "logprobs": [-1.0, -1.0],
+        "versions": [{"version": "v0", "start": 0, "end": 2}],
+    }
+    if "logprobs_mode" in wanted:
+        given["raw_logprobs"] = [-1.0, -1.0]
+    if "return_support" in wanted:
+        given["support"] = {"vocab_size": 256, "lengths": [1, 1], "data": "AAA="}
+    request = body(
+        group(1, 2, 3, n=3, seed=7), **LONG, **wanted, continue_from={"samples": [given]}
+    )
+    async with replicas(tmp_path, InMemoryRegistry()) as (a, b):
+        await see_each_other(a, b)
+        answers = []
+        for num_before in (10, 4, 0):
+            calling = asyncio.create_task(post(a, request))
+            await running_samples(a, 3)
+            engine_of(a).step(num_before)
+            await sender_of(a).send_all(30)
+            if num_before < 10:
+                await running_samples(b, 2 if num_before > 6 else 3)
+            for served in (a, b):
+                engine_of(served).step(12)
+            answers.append((await calling).json())
+    assert (len(engine_of(a).submitted), len(engine_of(b).submitted)) == (9, 8)
+    first, *others = [answer["groups"][0]["samples"] for answer in answers]
+    names = {"top_logprobs", "given_logprobs", "raw_logprobs", "support", "routed_experts"}
+    assert len(names & first[0].keys()) == len(wanted)
+    assert [others[0], others[1]] == [first, first]
