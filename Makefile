@@ -71,12 +71,13 @@ coverage: ## tests without an engine; fails below 95 % line coverage of service/
 	$(more_samples) $(pytest_in_three) -m 'not engine and not gpu' \
 		--cov=service --cov-report=term-missing:skip-covered --cov-fail-under=95
 
-check: ## check format, lint, types and the OpenAPI document
+check: ## check format, lint, types, the OpenAPI document and the size of modules, functions and folders
 	@$(setup) dev
 	$(python) -m ruff format --check .
 	$(python) -m ruff check .
 	$(python) -m mypy
 	$(python) -m openapi_spec_validator openapi.yaml
+	PYTHONPATH=.:client $(python) -m scripts.structure
 
 bench: ## run all benchmarks and write docs/performance; takes hours
 	@$(setup) dev

@@ -20,7 +20,7 @@ from examples.seedling.measure import (
     held_out_problems,
     sample_groups,
 )
-from service.rollouts.finish_policy import FinishPolicy, FinishPolicyName
+from service.rollouts.groups.finish_policy import FinishPolicy, FinishPolicyName
 
 POLICIES: Sequence[FinishPolicyName] = ("first", "random", "balanced_length")
 NEEDED = (4, 6)

@@ -11,3 +11,7 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     """A public name. Servers, which use single modules, need not wait for the import of all."""
     return getattr(importlib.import_module("coppice.public"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__getattr__("__all__")})

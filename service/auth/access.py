@@ -149,9 +149,9 @@ async def _authenticate_agent(request: Request) -> ApiKey:
     """
     session_id: str = request.path_params["session_id"]
     sessions: SessionManager = request.app.state.server.sessions
-    await sessions.check_local(session_id)
+    await sessions.addresses.check_local(session_id)
     given = (key_from_headers(request.headers), request.headers.get("x-api-key"))
-    if not any(sessions.has_key(session_id, secret) for secret in given if secret):
+    if not any(sessions.addresses.has_key(session_id, secret) for secret in given if secret):
         raise Unauthorized()
     owner = sessions.owner_of(session_id)
     return ApiKey(name=f"{owner}/{session_id}", roles=frozenset())

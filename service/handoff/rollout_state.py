@@ -22,12 +22,12 @@ from engine.types.info import EngineInfo
 from service.cluster.idempotency_claim import IdempotencyClaim
 from service.errors import InvalidRequest, PromptTooLong
 from service.rollouts import validation
-from service.rollouts.group import Group
+from service.rollouts.groups.group import Group
+from service.rollouts.groups.sample_answer import answer_fields
+from service.rollouts.groups.suspended_group import resumed
 from service.rollouts.record_reader import SampleKey
 from service.rollouts.request import NewRollout
 from service.rollouts.rollout import Rollout
-from service.rollouts.sample_answer import answer_fields
-from service.rollouts.suspended_group import resumed
 
 ResultRecord = SampleRecord | SegmentRecord | GroupRecord
 TOKEN_BYTES = 36

@@ -29,15 +29,16 @@ from service.handoff.rollout_state import (
     state_of,
 )
 from service.handoff.sender import Offer
-from service.rollouts import logprob_tables, validation
+from service.rollouts import validation
 from service.rollouts.admission import Reservation
 from service.rollouts.build import Rollouts
 from service.rollouts.fairness import TimeSlice
-from service.rollouts.group import Group
+from service.rollouts.groups import logprob_tables
+from service.rollouts.groups.group import Group
+from service.rollouts.groups.suspended_group import can_move
 from service.rollouts.request import NewRollout, Resolved
 from service.rollouts.rollout import Rollout
 from service.rollouts.sampling import check_sampling
-from service.rollouts.suspended_group import can_move
 from service.versions import Versions
 from service.weights.activation import Activation
 

@@ -110,7 +110,7 @@ class OpenSessions:
         left, keys = list[Session](), list[str]()
         if group.moved_to is None:
             left = [s for s in self.sessions.store.sessions_of(group) if s not in sessions]
-            found = map(self.sessions.key_of, group.session_ids)
+            found = map(self.sessions.addresses.key_of, group.session_ids)
             keys = [key for key in found if key is not None]
         state = group_state(group, sessions, left, keys, last_sequence=last, now=now)
 

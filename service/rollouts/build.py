@@ -12,7 +12,7 @@ from service.kv.build import Kv
 from service.observability.build import Observability
 from service.rollouts.admission import Admission
 from service.rollouts.fairness import PriorityAging
-from service.rollouts.group_factory import GroupFactory
+from service.rollouts.groups.factory import GroupFactory
 from service.rollouts.manager import RolloutManager
 from service.rollouts.rollout_factory import RolloutFactory
 from service.rollouts.scoring import Scoring

@@ -61,6 +61,7 @@ class RolloutManager:
         self._tasks: asyncio.TaskGroup | None = None
         self._gate = asyncio.Event()
         self._gate.set()
+        self._num_closing = 0
         self._stopped = False
 
     def in_flight(self) -> list[Rollout]:
@@ -197,11 +198,14 @@ class RolloutManager:
 
     @asynccontextmanager
     async def close_gate(self) -> AsyncIterator[None]:
+        self._num_closing += 1
         self._gate.clear()
         try:
             yield
         finally:
-            self._gate.set()
+            self._num_closing -= 1
+            if not self._num_closing:
+                self._gate.set()
 
     async def wait_gate_open(self) -> None:
         await self._gate.wait()

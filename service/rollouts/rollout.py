@@ -27,11 +27,11 @@ from service.kv.handles.manager import PromptKvManager
 from service.log_context import group_id, rollout_id
 from service.observability.build import Observability
 from service.rollouts.fairness import PER_TURN, TimeSlice, Turns
-from service.rollouts.group import EndReason, Group
-from service.rollouts.group_options import GroupOptions, given_tokens, num_given
+from service.rollouts.groups.group import EndReason, Group
+from service.rollouts.groups.options import GroupOptions, given_tokens, num_given
+from service.rollouts.groups.suspended_group import resumed
 from service.rollouts.record_reader import SampleKey
 from service.rollouts.result_log import ResultLog
-from service.rollouts.suspended_group import resumed
 
 log = logging.getLogger(__name__)
 

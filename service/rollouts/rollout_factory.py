@@ -11,13 +11,14 @@ from service.adapters.manager import AdapterManager
 from service.cluster.idempotency_claim import IdempotencyClaim
 from service.cluster.registry import new_rollout_id
 from service.config.limits import LimitsSettings
-from service.rollouts import logprob_tables, supports, validation
-from service.rollouts.group_factory import GroupFactory
+from service.rollouts import validation
+from service.rollouts.groups import logprob_tables, supports
+from service.rollouts.groups.factory import GroupFactory
+from service.rollouts.groups.suspended_group import can_move
 from service.rollouts.kept_kv import rollout_chain
 from service.rollouts.request import NewRollout, Resolved
 from service.rollouts.rollout import Rollout
 from service.rollouts.sampling import check_sampling
-from service.rollouts.suspended_group import can_move
 from service.rollouts.tokenizer import Tokenizer
 from service.versions import Versions
 

@@ -11,7 +11,7 @@ from engine.protocol.generation import Generation
 from engine.types.samples import Sampling, StructuredOutputs
 from service.errors import InvalidRequest, Overloaded
 from service.fair_threads import RETRY_SECONDS, client_name, queue_errors
-from service.rollouts.group_options import GroupOptions
+from service.rollouts.groups.options import GroupOptions
 
 DEFAULT = wire.Sampling()
 

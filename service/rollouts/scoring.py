@@ -18,7 +18,7 @@ from service.adapters.manager import AdapterManager
 from service.errors import InvalidRequest, PromptTooLong
 from service.http.exception_handlers import to_service_error
 from service.rollouts.admission import Admission
-from service.rollouts.logprob_tables import (
+from service.rollouts.groups.logprob_tables import (
     MAX_COMPUTED_LOGPROBS,
     check_count,
     check_finite,

@@ -20,8 +20,8 @@ from coppice.wire.rollouts import (
 from engine.types.info import EngineInfo, KeptKvReason
 from service.errors import InvalidRequest, PromptTooLong
 from service.rollouts.fairness import TimeSlice
+from service.rollouts.groups.supports import given_support
 from service.rollouts.request import NewGroup, NewRollout
-from service.rollouts.supports import given_support
 from service.rollouts.trees.plan import check as check_branching
 
 KEPT_KV_REASONS: Mapping[KeptKvReason, str] = {

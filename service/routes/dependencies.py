@@ -70,7 +70,7 @@ async def _check_session_local(
 
     Raises ReplicaGone or ClusterUnavailable for a session of a replica that is not known.
     """
-    await server.sessions.check_local(session_id)
+    await server.sessions.addresses.check_local(session_id)
     if server.sessions.store.find(session_id) is None:
         await check_local(session_id, server)
 

@@ -91,7 +91,7 @@ async def stream(request: Request, server: AnyServer, caller: Caller) -> Respons
     """Stream ended sessions as NDJSON, from the one after the sequence `after` on."""
     position = stream_position(request.query_params)
     if position.group is not None:
-        await server.sessions.check_group_local(position.group, owner=caller.name)
+        await server.sessions.addresses.check_group_local(position.group, owner=caller.name)
     if position.replica is not None:
         await server.cluster.check_local(position.replica)
     items = server.sessions.stream(caller.name, position.group, position.after)

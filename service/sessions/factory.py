@@ -1,9 +1,5 @@
-"""Creation of sessions and groups from requests, and the keys of the sessions."""
+"""Creation of sessions and their groups from requests."""
 
-import base64
-import hashlib
-import hmac
-import secrets
 from collections.abc import Callable
 
 from coppice.wire.sessions import CacheScope, SessionsFinish, SessionsRequest
@@ -15,22 +11,6 @@ from service.rollouts.trees.token_tree import TokenTree
 from service.sessions.session import Session
 from service.sessions.session_group import SessionGroup
 from service.sessions.store import SessionStore
-
-KEY_PREFIX = "coppice_session_"
-
-
-class SessionKeys:
-    """Keys of sessions, derived from their ids and a secret of this process.
-
-    So they are stored nowhere.
-    """
-
-    def __init__(self) -> None:
-        self._secret = secrets.token_bytes(32)
-
-    def key_of(self, session_id: str) -> str:
-        digest = hmac.digest(self._secret, session_id.encode(), hashlib.sha256)
-        return KEY_PREFIX + base64.urlsafe_b64encode(digest).decode().rstrip("=")
 
 
 class SessionFactory:

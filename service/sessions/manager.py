@@ -1,7 +1,6 @@
 """Session manager: creates, finds, ends and expires agent sessions."""
 
 import asyncio
-import hmac
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -14,17 +13,14 @@ from coppice.wire.sessions import (
     SessionFinishRequest,
     SessionsAnswer,
     SessionsRequest,
-    SessionStart,
     SessionState,
 )
-from service.cluster.idempotency_claim import IdempotencyClaim, move_key
+from service.cluster.idempotency_claim import IdempotencyClaim
 from service.cluster.idempotency_keys import IdempotencyKeys
-from service.cluster.membership import RETRY_AFTER_SECONDS, ClusterMembership
-from service.cluster.registry import replica_id_of
+from service.cluster.membership import ClusterMembership
 from service.config.sessions import SessionsSettings
 from service.errors import (
     DRAINING_RETRY_SECONDS,
-    ClusterUnavailable,
     Draining,
     Overloaded,
     QuotaExceeded,
@@ -36,8 +32,9 @@ from service.observability.session_metrics import SessionMetrics
 from service.rollouts.admission import Admission
 from service.rollouts.manager import RolloutManager
 from service.rollouts.tokenizer import Tokenizer
+from service.sessions.addresses import SessionAddresses
 from service.sessions.call import SessionCall
-from service.sessions.factory import SessionFactory, SessionKeys
+from service.sessions.factory import SessionFactory
 from service.sessions.kv_release import KvReleaseQueue, Release
 from service.sessions.recording import CallServices
 from service.sessions.session import Session
@@ -47,8 +44,6 @@ from service.sessions.store import RETRY_SECONDS, SessionStore, StreamItem
 log = logging.getLogger(__name__)
 
 CHECK_SECONDS = 1.0
-MAX_LOOKUPS = 16
-"""Maximum number of concurrent look-ups of sessions in the cluster registry."""
 
 
 class SessionManager:
@@ -79,9 +74,7 @@ class SessionManager:
         self._cluster = cluster
         self._metrics = metrics
         self._admission = admission
-        self._base_url = advertised_url
         self._clock = clock
-        self._session_keys = SessionKeys()
         self.keys = keys
         self.store = SessionStore(
             keep_seconds=keep_seconds,
@@ -90,7 +83,7 @@ class SessionManager:
             release=keys.unregister,
             clock=clock,
         )
-        self._lookups = asyncio.Semaphore(MAX_LOOKUPS)
+        self.addresses = SessionAddresses(self.store, cluster, keys, advertised_url)
         self.kv_releases = KvReleaseQueue(release_kv, track=self._track)
         self.factory = SessionFactory(settings, self.store, cluster.own_id, clock)
         self._tasks: asyncio.TaskGroup | None = None
@@ -174,43 +167,9 @@ class SessionManager:
             )
 
     def _answer(self, group: SessionGroup) -> SessionsAnswer:
-        return SessionsAnswer(group=group.id, sessions=[self._start(i) for i in group.session_ids])
-
-    def _start(self, session_id: str) -> SessionStart:
-        path = f"/sessions/{session_id}"
-        base_url = None if self._base_url is None else self._base_url.rstrip("/") + path
-        key = self.key_of(session_id)
-        return SessionStart(id=session_id, key=key, path=path, base_url=base_url)
-
-    def key_of(self, session_id: str) -> str:
-        return self.store.key_of(session_id) or self._session_keys.key_of(session_id)
-
-    def has_key(self, session_id: str, key: str) -> bool:
-        """True if the key is that of the session, which may have ended."""
-        return hmac.compare_digest(self.key_of(session_id).encode(), key.encode())
-
-    async def check_local(self, session_id: str) -> None:
-        """Redirect to the replica that has a session, if it is another one.
-
-        Agents are not authenticated yet: few look-ups in the registry run at the same time. Raises
-        ClusterUnavailable if a replica may have it that is not known here yet, as after a start, or
-        if it is just arriving here: its key is taken over before.
-        """
-        replica_id = replica_id_of(session_id)
-        if replica_id is None or self.store.find(session_id) is not None:
-            return
-        async with self._lookups:
-            if replica_id == self._cluster.own_id or self._cluster.find(replica_id) is not None:
-                await self.keys.check_local(session_id, move_key(session_id))
-            else:
-                holder = await self.keys.check_holder(move_key(session_id))
-                if holder == self._cluster.own_id or not self._cluster.is_settled:
-                    raise ClusterUnavailable(retry_after_seconds=RETRY_AFTER_SECONDS)
-
-    async def check_group_local(self, group_id: str, *, owner: str) -> None:
-        """Redirect to the replica that has a group, if it is another one."""
-        if self.store.find_group(owner, group_id) is None:
-            await self.keys.check_local(group_id, move_key(group_id, owner))
+        return SessionsAnswer(
+            group=group.id, sessions=[self.addresses.start(i) for i in group.session_ids]
+        )
 
     def call(self, session_id: str, api: AgentApi) -> SessionCall:
         """A new call of the agent, whose key was checked."""

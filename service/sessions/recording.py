@@ -17,7 +17,7 @@ from engine.types.chat import ChatRequest, ChatResponse
 from engine.types.samples import Sampling, TopLogprobRows
 from service.fair_threads import FairThreads
 from service.observability.session_metrics import SessionMetrics
-from service.rollouts.logprob_tables import to_table
+from service.rollouts.groups.logprob_tables import to_table
 from service.rollouts.manager import RolloutManager
 from service.rollouts.rollout import Rollout
 from service.rollouts.tokenizer import Tokenizer

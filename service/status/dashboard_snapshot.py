@@ -17,7 +17,7 @@ from engine.protocol.generation import Generation
 from engine.types.feature_stats import SpeculationStats
 from service.kv.handles.handle import Handle
 from service.kv.handles.manager import PromptKvManager
-from service.rollouts.group import Group
+from service.rollouts.groups.group import Group
 from service.rollouts.rollout import Rollout
 from service.rollouts.trees.tree_paths import TreePaths
 from service.server import Server

@@ -22,7 +22,7 @@ from coppice.wire.weights import ActivationMode
 from engine.types.samples import PauseMode
 from service.cluster.idempotency_claim import IdempotencyClaim
 from service.errors import ServiceError
-from service.rollouts.group import Group
+from service.rollouts.groups.group import Group
 from service.rollouts.request import NewRollout
 from service.rollouts.rollout import Rollout
 from service.server import Server

@@ -166,3 +166,13 @@ def test_table_knows_the_lease_that_ends_last() -> None:
     assert pauses.seconds_left == 5.0
     pauses.remove("pause", None)
     assert not pauses.paused
+
+
+async def test_rollouts_wait_until_all_who_hold_them_back_are_done(tmp_path: Path) -> None:
+    """As when the engine wakes up during an activation."""
+    async with serving(FakeEngine(), tmp_path) as served, served.server.rollouts.close_gate():
+        async with served.server.rollouts.close_gate():
+            pass
+        groups = [{"prompt": {"token_ids": [1]}}]
+        with pytest.raises(httpx.ReadTimeout):
+            await served.http.post("/v1/rollouts", json={"groups": groups}, timeout=0.2)

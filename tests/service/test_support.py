@@ -27,9 +27,9 @@ from coppice.wire.rollouts import RolloutAnswer, RolloutRequest, SegmentAnswer, 
 from coppice.wire.sampling import Sampling
 from engine.sampling.support_rows import encode_mask
 from service.errors import InvalidRequest
+from service.rollouts.groups.sample_answer import answer_fields
+from service.rollouts.groups.supports import check, given_support, max_row_bytes, support_of
 from service.rollouts.request import NewRollout
-from service.rollouts.sample_answer import answer_fields
-from service.rollouts.supports import check, given_support, max_row_bytes, support_of
 from service.rollouts.trees import segment as trees
 from service.rollouts.trees.token_tree import TokenTree
 from service.rollouts.trees.tree_answer import kept_answer
@@ -129,7 +129,7 @@ async def test_supports_of_a_continued_sample_are_decoded_once(
         decoded.append(given)
         return rows_of(given)
 
-    monkeypatch.setattr("service.rollouts.supports.rows_of", counted)
+    monkeypatch.setattr("service.rollouts.groups.supports.rows_of", counted)
     given = started(90, 91, support=GIVEN)
     async with serving(FakeEngine(), tmp_path) as served:
         sent = resume_request(given, return_support=True)

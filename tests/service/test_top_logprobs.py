@@ -15,7 +15,7 @@ from coppice.wire.packed.requests import PACKED_MEDIA_TYPE
 from coppice.wire.packed.results import unpack
 from coppice.wire.packed.scores import unpack_scores
 from coppice.wire.rollouts import RolloutAnswer
-from service.rollouts import logprob_tables
+from service.rollouts.groups import logprob_tables
 from tests.fake_engine import FakeEngine
 from tests.serving import Served, serving
 

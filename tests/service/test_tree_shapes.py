@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from coppice.wire.branching import Branching
 from coppice.wire.rollouts import GroupAnswer
 from engine.types.samples import Completion, SampleRequest, Sampling
-from service.rollouts.group import Group
-from service.rollouts.group_options import GroupOptions
+from service.rollouts.groups.group import Group
+from service.rollouts.groups.options import GroupOptions
 from service.rollouts.trees.plan import Plan, distribute_leaves, next_cut, split
 from service.rollouts.trees.tree_sampler import TreeSampler
 from tests.fake_engine import FakeEngine

@@ -47,7 +47,7 @@ from service.compat.openai.echo import check_echo
 from service.compat.request import CommonRequestFields, Compat
 from service.compat.sampling_fields import SamplingFields
 from service.errors import InvalidRequest
-from service.rollouts.logprob_tables import check_count
+from service.rollouts.groups.logprob_tables import check_count
 
 router = APIRouter(route_class=OpenAIRoute)
 

@@ -38,7 +38,7 @@ from service.compat.request import CommonRequestFields, Compat, CompatRequest, D
 from service.compat.sample_stream import NOTHING_SAMPLED
 from service.compat.sampling_fields import SamplingFields
 from service.errors import InvalidRequest
-from service.rollouts.logprob_tables import check_count
+from service.rollouts.groups.logprob_tables import check_count
 from service.rollouts.rollout import Rollout
 from service.server import Server
 

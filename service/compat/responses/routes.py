@@ -41,7 +41,7 @@ from service.http.responses import (
     declare_responses,
     to_json_bytes,
 )
-from service.rollouts.logprob_tables import check_count
+from service.rollouts.groups.logprob_tables import check_count
 
 router = APIRouter(route_class=OpenAIRoute)
 NAME = "resp_"

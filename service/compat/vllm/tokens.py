@@ -30,7 +30,7 @@ from service.http.responses import (
     declare_responses,
     json_response,
 )
-from service.rollouts.logprob_tables import check_count
+from service.rollouts.groups.logprob_tables import check_count
 from service.rollouts.rollout import Rollout
 from service.server import Server
 

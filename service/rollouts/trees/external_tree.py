@@ -24,8 +24,8 @@ from service.errors import (
     TreeClosed,
 )
 from service.http.exception_handlers import to_service_error
-from service.rollouts.group import EndReason, Group, OnPart
-from service.rollouts.group_options import GroupOptions
+from service.rollouts.groups.group import EndReason, Group, OnPart
+from service.rollouts.groups.options import GroupOptions
 from service.rollouts.trees.path import Budget, Path, PathBounds
 from service.rollouts.trees.plan import Plan, next_cut
 from service.rollouts.trees.segment import Segment

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from coppice.wire.columns.token_columns import TokenLists
 from coppice.wire.rollouts import SegmentFinish
 from engine.types.samples import Completion
-from service.rollouts.group_options import GroupOptions
-from service.rollouts.sample_answer import new_tokens
+from service.rollouts.groups.options import GroupOptions
+from service.rollouts.groups.sample_answer import new_tokens
 from service.rollouts.trees.plan import Plan, distribute_leaves, select_entropy_cuts
 from service.rollouts.trees.segment import Segment
 from service.rollouts.trees.tree_answer import COMPLETE_FINISHES

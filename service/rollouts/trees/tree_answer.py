@@ -6,8 +6,8 @@ from typing import Any
 
 from coppice.wire.columns.token_columns import TokenColumns
 from coppice.wire.rollouts import GroupAnswer, Outcome, SampleAnswer, SegmentAnswer, SegmentFinish
-from service.rollouts import sample_answer
-from service.rollouts.group_options import GroupOptions
+from service.rollouts.groups import sample_answer
+from service.rollouts.groups.options import GroupOptions
 from service.rollouts.trees.segment import Segment, descendants
 
 COMPLETE_FINISHES: Collection[SegmentFinish] = frozenset({"stop", "length", "budget"})

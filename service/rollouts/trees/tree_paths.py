@@ -18,8 +18,8 @@ from coppice.wire.rollouts import GroupAnswer, SegmentFinish
 from engine.protocol.generation import Generation
 from engine.types.kv import ExportSlot
 from engine.types.samples import Completion, SampleRequest
-from service.rollouts.group import Group, OnPart
-from service.rollouts.group_options import GroupOptions, derive_seed
+from service.rollouts.groups.group import Group, OnPart
+from service.rollouts.groups.options import GroupOptions, derive_seed
 from service.rollouts.trees.path import Budget, Path, PathBounds, path_tokens
 from service.rollouts.trees.plan import Plan
 from service.rollouts.trees.segment import Segment

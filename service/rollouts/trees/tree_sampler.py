@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from coppice.wire.columns.token_columns import TokenLists
 from coppice.wire.rollouts import GroupAnswer, SegmentFinish
 from engine.protocol.generation import Generation
-from service.rollouts.group import EndReason, Group, OnPart
-from service.rollouts.group_options import GroupOptions
+from service.rollouts.groups.group import EndReason, Group, OnPart
+from service.rollouts.groups.options import GroupOptions
 from service.rollouts.trees.path import Path, entropy_forks, path_bounds
 from service.rollouts.trees.plan import Plan, split
 from service.rollouts.trees.segment import Segment

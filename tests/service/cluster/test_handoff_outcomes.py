@@ -15,9 +15,9 @@ from service.cluster.registry import RegistryUnavailable, Replica
 from service.config.allowed_peers import Peers
 from service.handoff.rollouts import Results, RunningRollouts
 from service.handoff.sender import CONCURRENT_OFFERS, HandoffSender, refusal_of
-from service.rollouts.flat_sampler import FlatSampler
-from service.rollouts.group import Group
-from service.rollouts.group_options import GroupOptions
+from service.rollouts.groups.flat_sampler import FlatSampler
+from service.rollouts.groups.group import Group
+from service.rollouts.groups.options import GroupOptions
 from service.rollouts.rollout import Rollout
 from tests.fake_engine import FakeEngine
 from tests.service.cluster.test_handoff import (

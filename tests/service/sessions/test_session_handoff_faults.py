@@ -307,7 +307,7 @@ async def test_session_of_another_group_is_not_taken_over(tmp_path: Path) -> Non
             group["remaining_ids"] = remaining
             answer = await b.http.post(PATH, json=state)
             assert (answer.status_code, answer.json()["code"]) == (422, "invalid_request")
-        assert b.server.sessions.key_of(victim.id) == victim.key
+        assert b.server.sessions.addresses.key_of(victim.id) == victim.key
         await call(victim, HELLO)
 
 

@@ -18,10 +18,10 @@ from coppice.wire.columns.versions import VersionSpan
 from coppice.wire.rollouts import FinishReason, SampleAnswer
 from engine.types.samples import Completion, TopLogprobRows
 from engine.types.samples import VersionSpan as EngineVersionSpan
-from service.rollouts.group_options import GroupOptions
-from service.rollouts.logprob_tables import to_table
+from service.rollouts.groups.logprob_tables import to_table
+from service.rollouts.groups.options import GroupOptions
+from service.rollouts.groups.supports import support_of
 from service.rollouts.sampling import parsed_message
-from service.rollouts.supports import support_of
 
 ENCODED_IN_LOOP = 2**20
 """Bytes of supports that are encoded on the event loop, in a few milliseconds."""

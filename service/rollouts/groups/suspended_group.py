@@ -7,9 +7,9 @@ without the suspension, if the same weights are active.
 from dataclasses import replace
 
 from coppice.wire.columns.token_columns import TokenColumns, TokenLists
-from service.rollouts.flat_sampler import FlatSampler
-from service.rollouts.group import Group
-from service.rollouts.group_options import num_given
+from service.rollouts.groups.flat_sampler import FlatSampler
+from service.rollouts.groups.group import Group
+from service.rollouts.groups.options import num_given
 from service.rollouts.request import NewRollout
 
 NO_TOKENS: TokenLists = TokenColumns(token_ids=[], logprobs=[], versions=())

@@ -15,10 +15,10 @@ from service.kv.spans.manager import KvReuseManager
 from service.kv.spans.prompt_template import Scope
 from service.rollouts import validation
 from service.rollouts.fairness import PriorityAging, TimeSlice
-from service.rollouts.finish_policy import FinishPolicy
-from service.rollouts.flat_sampler import FlatSampler
-from service.rollouts.group import Group, Sampler
-from service.rollouts.group_options import TEMPLATE, GroupOptions, Parse, derive_seed
+from service.rollouts.groups.finish_policy import FinishPolicy
+from service.rollouts.groups.flat_sampler import FlatSampler
+from service.rollouts.groups.group import Group, Sampler
+from service.rollouts.groups.options import TEMPLATE, GroupOptions, Parse, derive_seed
 from service.rollouts.request import NewGroup, NewRollout, Resolved
 from service.rollouts.sampling import limited, to_engine_sampling
 from service.rollouts.tokenizer import Tokenizer, to_chat_request

@@ -20,9 +20,9 @@ from engine.types.samples import Completion, SampleRequest, TopLogprobs
 from service.kv.handles.group_exports import GroupKvExports
 from service.kv.prompt_source import PromptSource
 from service.rollouts.fairness import Turns
-from service.rollouts.finish_policy import FinishPolicy
-from service.rollouts.group_options import GroupOptions, given_tokens
-from service.rollouts.sample_answer import num_valid_tokens
+from service.rollouts.groups.finish_policy import FinishPolicy
+from service.rollouts.groups.options import GroupOptions, given_tokens
+from service.rollouts.groups.sample_answer import num_valid_tokens
 
 if TYPE_CHECKING:
     from service.rollouts.trees.tree_paths import TreePaths

@@ -13,10 +13,10 @@ from coppice.wire.rollouts import GroupAnswer, Outcome
 from engine.protocol.generation import Generation
 from engine.types.kv import KvLoad
 from engine.types.samples import Completion, SampleRequest, TokenDelta
-from service.rollouts import sample_answer
-from service.rollouts.group import EndReason, Group, OnPart
-from service.rollouts.group_options import num_given, sample_seed
-from service.rollouts.sample_answer import num_valid_tokens, valid_end, wire_spans
+from service.rollouts.groups import sample_answer
+from service.rollouts.groups.group import EndReason, Group, OnPart
+from service.rollouts.groups.options import num_given, sample_seed
+from service.rollouts.groups.sample_answer import num_valid_tokens, valid_end, wire_spans
 
 
 class FlatSampler:
