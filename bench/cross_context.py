@@ -172,7 +172,7 @@ def time_rows(shape: Shape, arms: dict[str, Arm], recompute_tokens: int) -> list
 def _predicted(what: str, arms: dict[str, Arm], arm: Arm) -> list[Row]:
     """Table rows that compare predicted prompts with the same prompts when prefilled.
 
-    The other prompts are the anchors (observed prompts from which others are predicted). There is
+    The other prompts are the observations (prompts from which others are predicted). There is
     no goal, because the prompts were selected by their outcome.
     """
     pairs = [(arms["prefilled"].seconds[i], arm.seconds[i]) for i in arm.predicted]

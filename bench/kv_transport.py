@@ -16,16 +16,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench.harness.bare_sockets import bare_readers, bare_sender, read_once
-from bench.harness.paired_runs import Pairs, alternate
-from bench.harness.record import Record, Row, add_out
-from bench.kv_load import (
+from bench.harness.kv_load import (
     Latencies,
     handle_of,
     latencies,
     loopback_bytes_per_second,
     readers,
 )
-from bench.kv_server import BYTES_PER_TOKEN, kv_server
+from bench.harness.kv_server import BYTES_PER_TOKEN, kv_server
+from bench.harness.paired_runs import Pairs, alternate
+from bench.harness.record import Record, Row, add_out
 from coppice import KvHandle, KvSource, PromptKV
 from coppice.prompt_kv.http_client import Download
 from coppice.prompt_kv.nixl import installed

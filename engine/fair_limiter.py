@@ -1,10 +1,11 @@
 """Limit of the work that runs at a time, with turns between the clients whose work waits."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+import time
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from anyio import CapacityLimiter
 
@@ -14,6 +15,9 @@ Result = TypeVar("Result")
 
 SESSION_SHARE = 4
 """The part of a key's bytes that one of its agent sessions may have, as a divisor."""
+LONG_SECONDS: Final = 2.0
+"""A key with a piece of work that takes more CPU time is slow for a while."""
+SLOW_SECONDS: Final = 600.0
 
 
 @dataclass(slots=True)
@@ -33,19 +37,35 @@ class FairLimiter:
     piece per session waits with the other sessions of its key, and one per key with the other keys,
     in order of arrival. The bytes of all work are limited, per key and in total; one session may
     have a quarter of its key's. Used from one event loop.
+
+    Keys with long work, as `record` is told, share one place. So they do not delay a key without,
+    with an exception: a key is not slow before its first long work has ended. As many keys as there
+    are places that begin such work at the same time delay all others until one has ended. This is
+    possible once per key and ten minutes, and only the operator adds keys.
     """
 
-    def __init__(self, work: str, num_places: int, *, key_bytes: int, total_bytes: int) -> None:
+    def __init__(
+        self,
+        work: str,
+        num_places: int,
+        *,
+        key_bytes: int,
+        total_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._work = work
         self._key_bytes = key_bytes
         self._all = _Places(CapacityLimiter(num_places), total_bytes)
+        self._clock = clock
+        self._slow = CapacityLimiter(1)
+        self._slow_until: dict[str, float] = {}
         self._clients: dict[str, _Places] = {}
 
     @property
     def num_waiting(self) -> int:
         """Number of pieces of work that wait for a place."""
-        every = (self._all, *self._clients.values())
-        return sum(each.limiter.statistics().tasks_waiting for each in every)
+        limiters = [self._slow, *(each.limiter for each in (self._all, *self._clients.values()))]
+        return sum(limiter.statistics().tasks_waiting for limiter in limiters)
 
     async def run(
         self, client: str, num_bytes: int, function: Callable[[], Awaitable[Result]]
@@ -75,16 +95,27 @@ class FairLimiter:
     ) -> Result:
         with self.counted(client, num_bytes) as path:
             async with AsyncExitStack() as places:
-                for limiter in self._in_order(client, [each.limiter for each in path]):
-                    await places.enter_async_context(limiter)
+                for each in path:
+                    if each is self._all and self._is_slow(client):
+                        await places.enter_async_context(self._slow)
+                    await places.enter_async_context(each.limiter)
                 has_place.set()
                 return await function()
 
-    def _in_order(
-        self, client: str, limiters: Iterable[CapacityLimiter]
-    ) -> Iterable[CapacityLimiter]:
-        """Limiters that work of a client passes, each given when it has passed the one before."""
-        return limiters
+    def record(self, client: str, cpu_seconds: float) -> None:
+        """Make a client's key slow for a while if a piece of its work took long.
+
+        Entries that have expired are dropped. Each piece took `LONG_SECONDS` at least, so that few
+        hundred entries are kept.
+        """
+        if cpu_seconds > LONG_SECONDS:
+            now, key = self._clock(), _names(client)[-1]
+            kept = {name: end for name, end in self._slow_until.items() if end > now}
+            self._slow_until = kept | {key: now + SLOW_SECONDS}
+
+    def _is_slow(self, client: str) -> bool:
+        """True if the key is slow, to which the long work of its agent sessions belongs."""
+        return self._slow_until.get(_names(client)[-1], 0.0) > self._clock()
 
     @contextmanager
     def counted(self, client: str, num_bytes: int) -> Iterator[list[_Places]]:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from service.compat import unsupported  # noqa: E402
-from service.compat.anthropic_bodies import MessagesBody  # noqa: E402
+from service.compat.anthropic.bodies import MessagesBody  # noqa: E402
 from service.compat.field_table import (  # noqa: E402
     NEUTRAL,
     REFUSED,
@@ -22,11 +22,11 @@ from service.compat.field_table import (  # noqa: E402
     UNKNOWN,
     Refused,
 )
-from service.compat.openai_chat import ChatBody  # noqa: E402
-from service.compat.openai_completions import CompletionBody  # noqa: E402
-from service.compat.openai_response_bodies import ResponsesBody  # noqa: E402
-from service.compat.sglang_generate import SglangBody, SglangSampling  # noqa: E402
-from service.compat.vllm_tokens import GenerateBody, GenerateSampling  # noqa: E402
+from service.compat.openai.chat import ChatBody  # noqa: E402
+from service.compat.openai.completions import CompletionBody  # noqa: E402
+from service.compat.responses.bodies import ResponsesBody  # noqa: E402
+from service.compat.sglang.generate import SglangBody, SglangSampling  # noqa: E402
+from service.compat.vllm.tokens import GenerateBody, GenerateSampling  # noqa: E402
 
 FILE = ROOT / "docs" / "migrate" / "refused.md"
 SERVED: dict[str, tuple[type[BaseModel], ...]] = {

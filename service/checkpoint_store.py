@@ -12,15 +12,16 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Self
 
 import xxhash
 
+from coppice.weights import checkpoint_files
 from coppice.weights.checkpoint_files import INDEX
 from coppice.weights.delta import DeltaRefused, Lineage, apply_delta, lineage_of
 from engine.errors import CheckpointRefused
@@ -46,22 +47,17 @@ _DIGEST = re.compile(r"sha-256=:([A-Za-z0-9+/]{43}=):")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IncomingFile:
+class Upload:
     """Complete file under a temporary name, to be passed to `keep` or `discard`.
 
-    `xxh3_128` is the checksum of a file that was received over HTTP.
+    `xxh3_128` is the checksum of a file that was received over HTTP. `sha256` is computed while a
+    file is received, or by `with_sha256` if it turns out to be needed.
     """
 
     path: Path
     num_bytes: int
+    sha256: str | None
     xxh3_128: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Upload(IncomingFile):
-    """Complete uploaded file; its digest was computed while it was received."""
-
-    sha256: str
 
 
 class CheckpointStore:
@@ -105,46 +101,48 @@ class CheckpointStore:
         return Path(tempfile.mkdtemp(prefix=prefix, dir=self._root))
 
     async def receive(
-        self, chunks: AsyncIterator[bytes], content_digest: str | None, *observers: OnBlock
+        self,
+        chunks: AsyncIterator[bytes],
+        content_digest: str | None,
+        *observers: OnBlock,
+        hashes: bool = True,
     ) -> Upload:
         """Stream an upload to disk in bounded memory and hash it.
 
         `content_digest` is the Content-Digest header. Observers are called in threads with all
-        blocks in order. Raises DigestMismatch or InsufficientStorage.
+        blocks in order. Raises DigestMismatch or InsufficientStorage. Without `hashes` there is a
+        SHA-256 only for the comparison with a header: it takes longer than a fast network.
         """
         expected, sha256 = _expected_digest(content_digest), hashlib.sha256()
-        file = await self._receive(chunks, sha256.update, *observers)
-        if expected not in (None, sha256.digest()):
-            self.discard(file)
-            raise DigestMismatch()
-        return Upload(
-            path=file.path,
-            num_bytes=file.num_bytes,
-            xxh3_128=file.xxh3_128,
-            sha256=sha256.hexdigest(),
-        )
-
-    async def receive_unhashed(
-        self, chunks: AsyncIterator[bytes], *observers: OnBlock
-    ) -> IncomingFile:
-        """Stream an upload to disk without its SHA-256, which takes longer than a fast network."""
-        return await self._receive(chunks, *observers)
-
-    async def _receive(self, chunks: AsyncIterator[bytes], *observers: OnBlock) -> IncomingFile:
+        hashes = hashes or expected is not None
         if self._deletions:  # their space may be needed
             await asyncio.wait(self._deletions, timeout=self._max_deletion_wait_seconds)
+        with self._incoming() as (path, file):
+            steps = (sha256.update, *observers) if hashes else observers
+            checksum = await _write(file, chunks, steps)
+            if expected not in (None, sha256.digest()):
+                raise DigestMismatch()
+        return Upload(
+            path=path,
+            num_bytes=path.stat().st_size,
+            xxh3_128=checksum,
+            sha256=sha256.hexdigest() if hashes else None,
+        )
+
+    @contextmanager
+    def _incoming(self) -> Iterator[tuple[Path, BinaryIO]]:
+        """Context manager of a new file under a temporary name, which an error deletes."""
         handle, name = tempfile.mkstemp(prefix=".incoming-", dir=self._root)
         path = Path(name)
         try:
             with os.fdopen(handle, "wb") as file:
-                checksum = await _write(file, chunks, observers)
+                yield path, file
         except OSError as error:
             path.unlink()
             raise InsufficientStorage() from error
         except BaseException:
             path.unlink()
             raise
-        return IncomingFile(path=path, num_bytes=path.stat().st_size, xxh3_128=checksum)
 
     async def lineage(self, delta: Upload) -> Lineage:
         try:
@@ -157,31 +155,22 @@ class CheckpointStore:
 
         `expected` is the SHA-256 of the result that the delta declares.
         """
-        handle, name = tempfile.mkstemp(prefix=".incoming-", dir=self._root)
-        path = Path(name)
-        try:
-            with os.fdopen(handle, "wb") as file:
+        with self._incoming() as (path, file):
+            try:
                 digest = await asyncio.to_thread(apply_delta, base, delta.path, file)
+            except DeltaRefused as refused:
+                raise WeightsRefused(f"invalid delta: {refused}") from refused
             if digest != expected:
                 raise DigestMismatch("the SHA-256 of the result is not the one in the delta")
-        except DeltaRefused as refused:
-            path.unlink()
-            raise WeightsRefused(f"invalid delta: {refused}") from refused
-        except OSError as error:
-            path.unlink()
-            raise InsufficientStorage() from error
-        except BaseException:
-            path.unlink()
-            raise
         return Upload(path=path, num_bytes=path.stat().st_size, sha256=digest)
 
-    def keep(self, upload: IncomingFile, label: str, name: str) -> Path:
+    def keep(self, upload: Upload, label: str, name: str) -> Path:
         folder = self.folder(label)
         folder.mkdir(exist_ok=True)
         upload.path.rename(folder / name)
         return folder
 
-    def discard(self, upload: IncomingFile) -> None:
+    def discard(self, upload: Upload) -> None:
         upload.path.unlink(missing_ok=True)
 
     def delete(self, label: str) -> asyncio.Future[None]:
@@ -317,10 +306,21 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-async def hashed(file: IncomingFile) -> Upload:
+async def with_sha256(upload: Upload) -> Upload:
     """The same file with its SHA-256, which is computed in a thread."""
-    sha256 = await asyncio.to_thread(sha256_of, file.path)
-    return Upload(path=file.path, num_bytes=file.num_bytes, xxh3_128=file.xxh3_128, sha256=sha256)
+    if upload.sha256 is not None:
+        return upload
+    return replace(upload, sha256=await asyncio.to_thread(sha256_of, upload.path))
+
+
+def check_same_files(path: Path, fingerprint: str) -> None:
+    """Refuse files that are not the publisher's, whose host may have others at this path."""
+    try:
+        is_same = checkpoint_files.fingerprint(path) == fingerprint
+    except OSError:  # removed meanwhile
+        is_same = False
+    if not is_same:
+        raise PathRefused("the server has other files at this path")
 
 
 def num_bytes_of(path: Path) -> int:

@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from service.cluster.build import Cluster
-from service.kv_reuse.build import Kv
+from service.kv.build import Kv
 from service.moves.build import Moves
 from service.readiness import Readiness
 from service.rollouts.build import Rollouts

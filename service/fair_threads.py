@@ -1,4 +1,4 @@
-"""Work in threads, in which API keys take turns, and the agent sessions of each key."""
+"""Threads for the work of requests, in which API keys and their agent sessions take turns."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

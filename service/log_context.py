@@ -1,4 +1,4 @@
-"""Ids of the request, rollout and group, and the key, that log records of a context carry."""
+"""Ids of request, rollout, group and API key in context variables, for log records."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

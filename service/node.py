@@ -13,7 +13,7 @@ from typing import Protocol
 import uvloop
 from fastapi import APIRouter, FastAPI, Response
 
-from coppice.wire.control import HealthAnswer
+from coppice.wire.status import HealthAnswer
 from engine.errors import EngineDead
 from engine.types.info import EngineHealth
 from service.config.settings import Settings

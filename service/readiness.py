@@ -1,4 +1,4 @@
-"""Readiness and liveness of a server."""
+"""Lifecycle state of the server, and its checks for health probes and routes."""
 
 from typing import Literal
 

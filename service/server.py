@@ -17,7 +17,7 @@ from service.cluster.registry import ClusterRegistry
 from service.config.settings import Settings
 from service.drain import Drain
 from service.http.build import build_http
-from service.kv_reuse.build import build_kv
+from service.kv.build import build_kv
 from service.moves.build import build_moves
 from service.observability.build import build_observability
 from service.observability.metrics import watch_loop_lag
@@ -79,7 +79,8 @@ class Server:
         """Set the attributes by which the routes find the components."""
         self.traces = self._observability.traces
         self.threads, self.bodies = self._http.threads, self._http.bodies
-        self.cluster, self.key_transfers = self._cluster.membership, self._cluster.key_transfers
+        self.cluster = self._cluster.membership
+        self.idempotency_keys = self._cluster.idempotency_keys
         self.prompt_kv, self.kv_reuse = self._kv.prompt_kv, self._kv.kv_reuse
         self.kv_downloads = self._kv.kv_downloads
         self.rollouts, self.scoring = self._rollouts.manager, self._rollouts.scoring
@@ -156,11 +157,11 @@ class Server:
         first = self.versions.active
         self.versions.put(replace(first, path=self.engine.info.model_path))
         self.prompt_kv.open()
-        self.kv_reuse.cache.open()
+        self.kv_reuse.spans.open()
         self.readiness.started = True
         for observer in self.serving_observers:
             observer()
-        await self._weights.follower.catch_up(self.settings.weights.replication_seconds)
+        await self._weights.reconciler.catch_up(self.settings.weights.replication_seconds)
         self.readiness.caught_up = True
         self.cluster.request_heartbeat()
 

@@ -14,10 +14,12 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 
+from coppice.weights.checkpoint_files import SINGLE_FILE
 from coppice.wire.rollouts import WeightsConstraint
 from coppice.wire.weights import VersionAnswer, VersionState
 from engine.weights.ipc_tensors import WeightTransfer
 from service.errors import (
+    BaseUnavailable,
     RollbackRefused,
     VersionConflict,
     VersionNotFound,
@@ -66,6 +68,20 @@ class Version:
     is_random: bool = False
     transfer: WeightTransfer | None = None
 
+    @property
+    def may_change(self) -> bool:
+        """True if its files are not the server's own, so that others may change them."""
+        return self.has_files and not self.owned
+
+    def check_available(self) -> None:
+        """Refuse tensors in GPU memory whose publisher does not wait: it may have changed them."""
+        if self.has_files:
+            return
+        if self.transfer is None:
+            raise publish_again()
+        if self.transfer.is_withdrawn:
+            raise VersionConflict("the publisher has closed its connection; nothing was loaded")
+
     def answer(self) -> VersionAnswer:
         return VersionAnswer(
             version=self.label,
@@ -108,7 +124,6 @@ class Versions:
         self._clock = clock
         self._activated_at = clock()
         self._versions = {first.label: first}
-        self._active = first.label
         self._with_files = first.label
         self._activating: str | None = None
         self._remote_sequences: dict[str, int] = {}
@@ -116,7 +131,7 @@ class Versions:
 
     @property
     def active(self) -> Version:
-        return self._versions[self._active]
+        return next(v for v in self._versions.values() if v.state == "active")
 
     @property
     def active_seconds(self) -> float:
@@ -149,6 +164,21 @@ class Versions:
             raise VersionConflict("a version has the largest sequence: give this one explicitly")
         return following
 
+    def sequence_for(self, label: str, sequence: int | None) -> int:
+        """Sequence number of a version to be added, for which `sequence` may have been requested.
+
+        Refuses one that conflicts with the label or with another version.
+        """
+        self.check_replaceable()
+        if sequence is None:
+            known = self.sequence_of(label)
+            return self.next_sequence() if known is None else known
+        self.check_sequence(label, sequence)
+        existing = self.find(label)
+        if existing is not None and existing.sequence != sequence:
+            raise VersionConflict(f"the version has sequence {existing.sequence}")
+        return sequence
+
     def check_sequence(self, label: str, sequence: int) -> None:
         """Refuse a sequence number that another version has, since `min_version` compares them."""
         holder = next((v for v in self._versions.values() if v.sequence == sequence), None)
@@ -173,6 +203,38 @@ class Versions:
                 "the active version has no files, so this one is served if an activation fails"
             )
         return self._versions.pop(label)
+
+    def find_excess(self, limit: int) -> str | None:
+        """Label of the oldest superseded version that may be deleted, if there are more than that.
+
+        Uploaded versions and those without files are counted apart.
+        """
+        removable = [
+            version
+            for version in self.all()
+            if version.state == "superseded"
+            and version.transfer is None
+            and not self.is_activating(version.label)
+            and not self.is_restorable(version.label)
+        ]
+        uploaded = [version.label for version in removable if version.owned]
+        without_files = [version.label for version in removable if not version.has_files]
+        return next(
+            (labels[0] for labels in (uploaded, without_files) if len(labels) > limit), None
+        )
+
+    def is_base(self, label: str | None) -> bool:
+        """True if a weight delta can be based on a version: it must have been uploaded as one file.
+
+        The digest is known only for such a file, and only such a file cannot be changed by others.
+        """
+        version = None if label is None else self.find(label)
+        return version is not None and version.digests.keys() == {SINGLE_FILE}
+
+    def get_base(self, label: str) -> Version:
+        if not self.is_base(label):
+            raise BaseUnavailable(f"no version {label!r} that was uploaded as one file is here")
+        return self.get(label)
 
     def is_restorable(self, label: str) -> bool:
         """True for the version that the engine serves if it loses an active one without files."""
@@ -254,8 +316,7 @@ class Versions:
         self._versions[label] = replace(self._versions[label], announced=announced)
 
     def activated(self, label: str) -> None:
-        self._versions[self._active] = replace(self.active, state="superseded")
-        self._active = label
+        self._versions[self.active.label] = replace(self.active, state="superseded")
         self._versions[label] = replace(self._versions[label], state="active")
         self._activated_at = self._clock()
         if self.active.has_files:
@@ -263,12 +324,12 @@ class Versions:
         self.epoch += 1
 
     def _admit_exact(self, label: str) -> str:
-        if label == self._active:
+        if label == self.active.label:
             return label
         sequence = self.sequence_of(label)
         if sequence is not None and sequence > self.active.sequence:
             raise _version_unavailable(label)
-        raise VersionSuperseded(f"{self._active!r} is active")
+        raise VersionSuperseded(f"{self.active.label!r} is active")
 
 
 def publish_again() -> VersionConflict:

@@ -18,7 +18,7 @@ def agent_process() -> psutil.Process:
     (found,) = (
         child
         for child in psutil.Process().children()
-        if "service.prompt_kv.nixl_agent" in child.cmdline()
+        if "service.kv.handles.nixl_agent" in child.cmdline()
     )
     return found
 

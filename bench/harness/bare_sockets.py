@@ -15,7 +15,7 @@ from pathlib import Path
 from subprocess import PIPE, Popen
 
 from coppice import KvHandle
-from service.prompt_kv.http_transfer import PIECE_BYTES
+from service.kv.handles.downloads import PIECE_BYTES
 
 COMMAND = [sys.executable, "-m", "bench.harness.bare_sockets"]
 

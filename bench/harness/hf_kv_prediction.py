@@ -1,4 +1,4 @@
-"""Reference implementation, in Hugging Face, of KV prediction from observed prompts (anchors).
+"""Reference implementation, in Hugging Face, of KV prediction from observations.
 
 Mirrors what the engine loads, written for simplicity, and gives access to whole distributions.
 
@@ -15,43 +15,43 @@ from transformers import DynamicCache
 from coppice.wire.rollouts import PromptSpan
 from engine.types.kv import ExportSlot
 from kernels.rope_shift import parse_rotary, shift_keys
-from service.kv_reuse.observed_prompt_selection import (
-    AnchorSelection,
+from service.kv.arena import Extent
+from service.kv.spans.index import SpanEntry, SpanKey
+from service.kv.spans.observation_selection import (
+    ObservationSelection,
     find_candidates,
     pairs_to_compare,
-    select_anchors,
+    select_observations,
 )
-from service.kv_reuse.observed_prompts import Anchor, AnchorContext
-from service.kv_reuse.prompt_sections import PromptTemplate, Scope, joined, template_of
-from service.kv_reuse.span_cache import CacheEntry, EntryKey
-from service.prompt_kv.arena import Extent
+from service.kv.spans.observations import Observation, PromptContext
+from service.kv.spans.prompt_template import PromptTemplate, Scope, joined, template_of
 
 SCOPE = Scope("nobody", None)
 
 
 class HfPredictor:
-    """Predicts prompt KV for one model from anchors (observed prompts).
+    """Predicts prompt KV for one model from observations.
 
-    Each span and each anchor is prefilled once.
+    Each span and each observation is prefilled once.
     """
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._rotary = parse_rotary(model.config.rope_parameters, model.config.head_dim)
         self._alone: dict[tuple[int, ...], torch.Tensor] = {}
-        self._of: dict[Anchor, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        self._of: dict[Observation, tuple[torch.Tensor, list[torch.Tensor]]] = {}
 
-    def anchor(self, parts: Sequence[PromptSpan]) -> Anchor:
+    def observed(self, parts: Sequence[PromptSpan]) -> Observation:
         template, prompt = template_of(parts), joined(parts)
-        anchor = Anchor(
-            context=AnchorContext(SCOPE, 0, template.context),
+        observed = Observation(
+            context=PromptContext(SCOPE, 0, template.context),
             template=template,
             real=_nowhere(),
             bases={},
         )
         bases = [self.alone(prompt[s.start : s.end]) for s in template.sections]
-        self._of[anchor] = self.computed(prompt[:-1]), bases
-        return anchor
+        self._of[observed] = self.computed(prompt[:-1]), bases
+        return observed
 
     def computed(self, token_ids: Sequence[int]) -> torch.Tensor:
         with torch.inference_mode():
@@ -67,7 +67,7 @@ class HfPredictor:
     def assemble(
         self,
         parts: Sequence[PromptSpan],
-        anchors: Sequence[Anchor],
+        observations: Sequence[Observation],
         response: Sequence[int],
         *,
         max_entropy: float,
@@ -77,15 +77,17 @@ class HfPredictor:
         None if there is too little to predict the prompt from; then it is prefilled.
         """
         template, prompt = template_of(parts), joined(parts)
-        there = [anchor for anchor in anchors if anchor.template.context == template.context]
+        there = [
+            observed for observed in observations if observed.template.context == template.context
+        ]
         found = find_candidates(template, there)
         if found is None:
             return None
         distances = {
-            (index, anchor): self._distance(prompt, template, index, anchor)
-            for index, anchor in pairs_to_compare(template, found)
+            (index, observed): self._distance(prompt, template, index, observed)
+            for index, observed in pairs_to_compare(template, found)
         }
-        choice = select_anchors(template, found, distances, max_entropy)
+        choice = select_observations(template, found, distances, max_entropy)
         if choice is None:
             return None
         values = [
@@ -108,36 +110,40 @@ class HfPredictor:
         return found[-len(response) - 1 : -1].log_softmax(-1)
 
     def _distance(
-        self, prompt: Sequence[int], template: PromptTemplate, index: int, anchor: Anchor
+        self, prompt: Sequence[int], template: PromptTemplate, index: int, observed: Observation
     ) -> float:
         stretch = template.sections[index]
         ours = self.alone(prompt[stretch.start : stretch.end])
-        theirs = self._of[anchor][1][index][:, :, :, : stretch.num_tokens]
+        theirs = self._of[observed][1][index][:, :, :, : stretch.num_tokens]
         return float((ours - theirs)[:, 1].double().norm())
 
-    def _taken(self, template: PromptTemplate, index: int, anchor: Anchor) -> torch.Tensor:
-        """KV of a prompt span in an anchor (observed prompt), shifted for the new prompt."""
-        ours, theirs = template.sections[index], anchor.template.sections[index]
-        real = self._of[anchor][0][:, :, :, theirs.start : theirs.start + ours.num_tokens]
+    def _taken(self, template: PromptTemplate, index: int, observed: Observation) -> torch.Tensor:
+        """KV of a prompt span in an observation, shifted for the new prompt."""
+        ours, theirs = template.sections[index], observed.template.sections[index]
+        real = self._of[observed][0][:, :, :, theirs.start : theirs.start + ours.num_tokens]
         return self._moved(real, ours.start - theirs.start)
 
     def _predicted(
-        self, prompt: Sequence[int], template: PromptTemplate, index: int, choice: AnchorSelection
+        self,
+        prompt: Sequence[int],
+        template: PromptTemplate,
+        index: int,
+        choice: ObservationSelection,
     ) -> torch.Tensor:
         stretch, weights = template.sections[index], choice.weights[index]
-        reals = {anchor: self._taken(template, index, anchor) for anchor in weights}
+        reals = {observed: self._taken(template, index, observed) for observed in weights}
         if stretch.cache_key is None:
-            mean = sum(weights[anchor] * reals[anchor] for anchor in weights)
-            assert isinstance(mean, torch.Tensor), "there are anchors"
-            nearest = max(weights, key=lambda anchor: weights[anchor])
+            mean = sum(weights[observed] * reals[observed] for observed in weights)
+            assert isinstance(mean, torch.Tensor), "there are observations"
+            nearest = max(weights, key=lambda observed: weights[observed])
             return torch.cat([reals[nearest][:1], mean[1:]])
         base = self.alone(prompt[stretch.start : stretch.end])
         out = self._moved(base, stretch.start)
         if index == 0:
             return out
         bases = {a: self._of[a][1][index][:, :, :, : stretch.num_tokens] for a in weights}
-        for anchor, share in _shares(base, bases).items():
-            offset = reals[anchor] - self._moved(bases[anchor], stretch.start)
+        for observed, share in _shares(base, bases).items():
+            offset = reals[observed] - self._moved(bases[observed], stretch.start)
             out[1:] += (share[None, :, None, :, None] * offset)[1:]
         return out
 
@@ -146,8 +152,10 @@ class HfPredictor:
         return torch.stack([keys, values[:, 1]], dim=1)
 
 
-def _shares(base: torch.Tensor, bases: Mapping[Anchor, torch.Tensor]) -> dict[Anchor, torch.Tensor]:
-    """Prediction weights [2, T] of each anchor (observed prompt) for K and V of a span's tokens.
+def _shares(
+    base: torch.Tensor, bases: Mapping[Observation, torch.Tensor]
+) -> dict[Observation, torch.Tensor]:
+    """Prediction weights [2, T] of each observation for K and V of a span's tokens.
 
     The remaining weight is that of a zero offset.
     """
@@ -157,6 +165,6 @@ def _shares(base: torch.Tensor, bases: Mapping[Anchor, torch.Tensor]) -> dict[An
     return dict(zip(bases, (near / near.sum(0)).float(), strict=False))
 
 
-def _nowhere() -> CacheEntry:
+def _nowhere() -> SpanEntry:
     slot = ExportSlot(arena=Path("/nowhere"), offset=0, status_offset=0, num_tokens=0)
-    return CacheEntry(slot=slot, extent=Extent(0, 0), key=EntryKey(SCOPE, 0, "", b""))
+    return SpanEntry(slot=slot, extent=Extent(0, 0), key=SpanKey(SCOPE, 0, "", b""))

@@ -12,8 +12,8 @@ from transformers import DynamicCache
 
 from coppice.wire.rollouts import PromptSpan
 from kernels.rope_shift import parse_rotary, shift_keys
-from service.kv_reuse.prompt_sections import joined
-from service.kv_reuse.splicing import TokenRun, token_runs
+from service.kv.spans.prompt_template import joined
+from service.kv.spans.splicing import TokenRun, token_runs
 
 
 class HfAssembler:

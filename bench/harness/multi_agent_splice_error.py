@@ -26,8 +26,8 @@ from bench.harness.cached_generation import CachedPrompt, generate, log_probabil
 from bench.harness.hf_splice import HfAssembler, divergence
 from coppice.wire.rollouts import PromptSpan
 from examples.seedling import multi_agent_task
-from service.kv_reuse.prompt_sections import joined
-from service.kv_reuse.splicing import token_runs
+from service.kv.spans.prompt_template import joined
+from service.kv.spans.splicing import token_runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 The model is the seedling (test model). Agents keep their own text and receive three other messages,
 different in every round; each problem is unique. As in the service, a prompt that cannot be
-predicted is prefilled and becomes an anchor (observed prompt from which others are predicted). Each
+predicted is prefilled and becomes an observation, from which others are predicted. Each
 threshold predicts different prompts, so the error is also given over all prompts, with zero for
 prefilled ones.
 """
@@ -22,8 +22,8 @@ from bench.harness.record import Row
 from bench.harness.splice_error import SEEDLING
 from coppice.wire.rollouts import PromptSpan
 from examples.seedling import arithmetic
-from service.kv_reuse.observed_prompts import Anchor
-from service.kv_reuse.prompt_sections import joined
+from service.kv.spans.observations import Observation
+from service.kv.spans.prompt_template import joined
 
 THRESHOLDS = (0.1, 0.3, 0.5, 0.9)
 NUM_AGENTS, NUM_ROUNDS, NUM_HEARD = 4, 12, 3
@@ -121,12 +121,12 @@ def _rows(of: Predictions, threshold: float, values: Sequence[float]) -> Iterato
 
 
 def _talk(model: Any, rounds: Sequence[Round], threshold: float, found: Predictions) -> Tokens:
-    foreseen, anchors, tokens = HfPredictor(model), list[Anchor](), Tokens()
+    foreseen, observations, tokens = HfPredictor(model), list[Observation](), Tokens()
     for one in rounds:
-        told = foreseen.assemble(one.parts, anchors, one.answer, max_entropy=threshold)
+        told = foreseen.assemble(one.parts, observations, one.answer, max_entropy=threshold)
         tokens.count(one.parts, predicted=told is not None)
         if told is None:
-            anchors.append(foreseen.anchor(one.parts))
+            observations.append(foreseen.observed(one.parts))
         else:
             found.divergences[threshold].append(divergence(one.exact, told))
     return tokens

@@ -7,12 +7,12 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack
 import httpx
 
 from coppice.operations.adapters import AdapterOperations
-from coppice.operations.control import ControlOperations
+from coppice.operations.cuda_ipc_weights import WeightTransferOperations
 from coppice.operations.drafter import DrafterOperations
 from coppice.operations.rollouts import AsyncPending, RolloutOperations
 from coppice.operations.scoring import ScoreOperations
+from coppice.operations.server_state import ServerStateOperations
 from coppice.operations.sessions import AsyncSessions
-from coppice.operations.weight_transfer import WeightTransferOperations
 from coppice.operations.weights import WeightsOperations
 from coppice.prompts import PromptLike
 from coppice.rollout_options import RolloutOptions
@@ -72,7 +72,7 @@ class Operations(
     WeightTransferOperations,
     DrafterOperations,
     AdapterOperations,
-    ControlOperations,
+    ServerStateOperations,
 ):
     """All operations of a Coppice server, over any HTTP driver (asyncio or blocking)."""
 

@@ -58,14 +58,13 @@ from coppice.prompts import PromptLike
 from coppice.results import Group, RolloutResult, Sample, Segment, Tree
 from coppice.sessions import AgentSession, SessionGroup, SessionResult
 from coppice.transport.retry import Retry
-from coppice.tree_plot import plot_tree
+from coppice.tree_figure import plot_tree
 from coppice.weights.gpu_weights import GpuWeights
 from coppice.wire.branching import Branching, BranchRequest, Entropy
 from coppice.wire.chat import Message, ParsedMessage, ParsedToolCall, Tool, ToolFunction
 from coppice.wire.columns.kv_versions import ChainKeepKv, KeepKv, KvVersionSpan
 from coppice.wire.columns.support import Support
 from coppice.wire.columns.versions import VersionSpan
-from coppice.wire.control import PauseAnswer, SleepAnswer, StatusAnswer
 from coppice.wire.kv import Kv, KvHandle, KvLayout, KvLocator
 from coppice.wire.kv_reuse import KvReuse, KvReuseAnswer
 from coppice.wire.packed.results import (
@@ -79,6 +78,7 @@ from coppice.wire.packed.results import (
     StartRecord,
     TokensRecord,
 )
+from coppice.wire.pause import PauseAnswer, SleepAnswer
 from coppice.wire.problem_catalogue import Problem
 from coppice.wire.rollouts import (
     Finish,
@@ -91,6 +91,7 @@ from coppice.wire.rollouts import (
 from coppice.wire.sampling import StructuredOutputs
 from coppice.wire.score import ScoreItem
 from coppice.wire.sessions import SessionsFinish
+from coppice.wire.status import StatusAnswer
 from coppice.wire.weights import (
     ActivationAnswer,
     AdapterAnswer,

@@ -43,7 +43,7 @@ def to_continue_from(samples: Iterable[Iterable[Sample]]) -> ContinueFrom | None
 
 
 def _unfinished(sample: Sample, group: int) -> UnfinishedSample:
-    fields = TokenFields.model_construct(**sample.wire_fields(UnfinishedSample)).model_dump()
+    fields = TokenFields(**sample.wire_fields(UnfinishedSample)).model_dump()
     return UnfinishedSample(**fields, group=group)
 
 

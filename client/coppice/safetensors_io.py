@@ -1,4 +1,4 @@
-"""Headers of safetensors files: parsed, checked and written.
+"""Reading of safetensors files (headers, arrays, byte ranges), and writing of their headers.
 
 A file has eight bytes with the length of its header, the header as JSON, and the tensors' bytes
 without gaps. The library tells neither where a tensor is in a file nor what the header of a part of

@@ -1,4 +1,4 @@
-"""Rows of a session's result, for trainers that do not read trees.
+"""Paths of a session's trees as rows of tokens, in the forms of verl, prime-rl, rLLM and TRL.
 
 A row is the path from the root of a tree to one leaf. Its methods return the fields of verl,
 prime-rl and rLLM; `trl_output` returns those of TRL. None of these packages is imported.

@@ -20,13 +20,17 @@ from functools import partial
 from typing import Any, Final
 
 from engine.errors import ChecksUnavailable, SamplingRefused
-from engine.requests.check_limiter import CheckLimiter
+from engine.fair_limiter import FairLimiter
 from engine.requests.grammar_worker import TOO_SLOW, Answer
 from engine.types.samples import Sampling, StructuredOutputs
 
 LIMIT_SECONDS: Final = 10.0
 START_SECONDS: Final = 120.0
 """The process imports torch, which may take long on a busy machine."""
+NUM_CHECKS: Final = 2
+"""Number of checks that run at a time, of different keys."""
+CLIENT_BYTES: Final = 4 * 2**20
+TOTAL_BYTES: Final = 16 * 2**20
 MAX_RESULTS: Final = 4096
 REFUSAL_SECONDS: Final = 600.0
 """A refusal is remembered for this time only: a busy machine may have caused it."""
@@ -56,7 +60,13 @@ class GrammarChecker:
         self._limit_seconds = limit_seconds
         self._worker: Worker | None = None
         self._starting = asyncio.Lock()
-        self.limiter = CheckLimiter(clock)
+        self.limiter = FairLimiter(
+            "structured outputs",
+            NUM_CHECKS,
+            key_bytes=CLIENT_BYTES,
+            total_bytes=TOTAL_BYTES,
+            clock=clock,
+        )
         self._results = Results(clock)
         self._checking: dict[bytes, asyncio.Task[Answer]] = {}
 

@@ -132,9 +132,9 @@ LIMITS = (
     ),
     Limit(
         "bytes of the body of a tokenizer's route",
-        "service/compat/vllm_tokens.py:MAX_BODY_BYTES",
+        "service/compat/vllm/tokens.py:MAX_BODY_BYTES",
         "body_too_large",
-        "service/compat/vllm_tokens.py",
+        "service/compat/vllm/tokens.py",
         "tests/service/test_limits.py::test_body_of_a_tokenizer_route_is_limited",
     ),
     Limit(
@@ -183,16 +183,16 @@ LIMITS = (
     ),
     Limit(
         "bytes of structured outputs of a key that wait for their check",
-        "engine/requests/check_limiter.py:CLIENT_BYTES",
+        "engine/requests/grammar_check.py:CLIENT_BYTES",
         "quota_exceeded",
-        "engine/requests/check_limiter.py",
+        "engine/requests/grammar_check.py",
         "tests/engine/test_grammar_turns.py::test_waiting_checks_of_a_key_are_bounded",
     ),
     Limit(
         "bytes of structured outputs in all that wait for their check",
-        "engine/requests/check_limiter.py:TOTAL_BYTES",
+        "engine/requests/grammar_check.py:TOTAL_BYTES",
         "overloaded",
-        "engine/requests/check_limiter.py",
+        "engine/requests/grammar_check.py",
         "tests/engine/test_grammar_turns.py::test_waiting_checks_of_a_key_are_bounded",
     ),
     # Samples
@@ -233,21 +233,21 @@ LIMITS = (
         "tests/service/test_admission.py::test_supports_of_all_keys_together_are_limited",
     ),
     Limit(
-        "logprobs of further tokens at one token",
+        "logprobs of the top k or of given token ids at one token",
         "engine.max_logprobs",
         "invalid_request",
         "service/rollouts/logprob_tables.py",
         "tests/service/test_top_logprobs.py::test_rollouts_with_too_many_logprobs_are_refused",
     ),
     Limit(
-        "logprobs of further tokens in the answer of one request",
+        "logprobs of the top k or of given token ids in the answer of one request",
         "service/rollouts/logprob_tables.py:MAX_REQUEST_LOGPROBS",
         "invalid_request",
         "service/rollouts/logprob_tables.py",
         "tests/service/test_top_logprobs.py::test_rollouts_with_too_many_logprobs_are_refused",
     ),
     Limit(
-        "logprobs of further tokens that one score computes",
+        "logprobs of the top k or of given token ids that one score computes",
         "service/rollouts/logprob_tables.py:MAX_COMPUTED_LOGPROBS",
         "invalid_request",
         "service/rollouts/scoring.py",
@@ -263,9 +263,9 @@ LIMITS = (
     ),
     Limit(
         "prompt tokens that one answer of another server's API repeats",
-        "service/compat/echo.py:MAX_ECHOED_TOKENS",
+        "service/compat/openai/echo.py:MAX_ECHOED_TOKENS",
         "invalid_request",
-        "service/compat/echo.py",
+        "service/compat/openai/echo.py",
         "tests/service/test_limits.py::test_prompts_repeated_in_too_many_choices_are_refused",
     ),
     Limit(
@@ -299,16 +299,16 @@ LIMITS = (
     ),
     Limit(
         "bytes of the stored responses of a key (`/v1/responses`)",
-        "service/compat/openai_response_store.py:MAX_OWNER_BYTES",
+        "service/compat/responses/store.py:MAX_OWNER_BYTES",
         "the oldest are dropped",
-        "service/compat/openai_response_store.py",
+        "service/compat/responses/store.py",
         "tests/compat/test_openai_responses.py::test_store_is_bounded_per_key_in_total_and_in_time",
     ),
     Limit(
         "bytes of the stored responses of all keys",
-        "service/compat/openai_response_store.py:MAX_BYTES",
+        "service/compat/responses/store.py:MAX_BYTES",
         "the oldest are dropped",
-        "service/compat/openai_response_store.py",
+        "service/compat/responses/store.py",
         "tests/compat/test_openai_responses.py::test_store_is_bounded_per_key_in_total_and_in_time",
     ),
     # Sessions
@@ -354,22 +354,22 @@ LIMITS = (
         "open downloads of prompt KV; a key may have half of them",
         "kv.max_open_transfers",
         "quota_exceeded; overloaded",
-        "service/kv_reuse/build.py",
+        "service/kv/build.py",
         "tests/service/prompt_kv/test_slow_readers.py::test_downloads_past_the_limit_are_refused",
     ),
     Limit(
         "seconds of a lease of prompt KV",
         "kv.max_lease_seconds",
         "the lease is shortened",
-        "service/prompt_kv/handle.py",
+        "service/kv/handles/handle.py",
         "tests/service/prompt_kv/test_exports.py::test_lease_is_capped_by_the_settings",
     ),
     Limit(
         "longest leases of prompt KV, with all renewals",
-        "service/prompt_kv/handle.py:MAX_LEASES",
+        "service/kv/handles/handle.py:MAX_LEASES",
         "the lease is shortened",
-        "service/prompt_kv/handle.py",
-        "tests/service/prompt_kv/test_slots.py::test_renewals_end_at_the_maximum_lifetime",
+        "service/kv/handles/handle.py",
+        "tests/service/prompt_kv/test_handles.py::test_renewals_end_at_the_maximum_lifetime",
     ),
     # Adapters
     Limit(

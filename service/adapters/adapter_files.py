@@ -101,6 +101,7 @@ def _unpack(upload: Upload, folder: Path) -> str:
     config = _read_config(upload.path)
     (folder / ADAPTER_CONFIG_FILE).write_bytes(config)
     upload.path.rename(folder / ADAPTER_TENSORS_FILE)
+    assert upload.sha256 is not None, "computed by `receive`"
     return upload.sha256
 
 

@@ -1,9 +1,9 @@
-"""Composition of the cluster: the registry entry of this replica, its membership, its keys."""
+"""Composition of the cluster: the registry entry of this replica, its membership, and its keys."""
 
 from dataclasses import dataclass
 
+from service.cluster.idempotency_keys import IdempotencyKeys
 from service.cluster.in_memory import InMemoryRegistry
-from service.cluster.key_transfers import KeyTransfers
 from service.cluster.membership import ClusterMembership
 from service.cluster.redis_registry import RedisRegistry
 from service.cluster.registry import ClusterRegistry, new_replica_id
@@ -21,7 +21,7 @@ class Cluster:
 
     membership: ClusterMembership
     replica_status: ReplicaStatus
-    key_transfers: KeyTransfers
+    idempotency_keys: IdempotencyKeys
 
 
 def build_cluster(
@@ -45,7 +45,9 @@ def build_cluster(
     return Cluster(
         membership=membership,
         replica_status=replica_status,
-        key_transfers=KeyTransfers(membership),
+        idempotency_keys=IdempotencyKeys(
+            membership, metrics, max_seconds=settings.limits.keep_answers_seconds
+        ),
     )
 
 

@@ -55,31 +55,31 @@ class InMemoryRegistry:
         self._replicas.pop(replica_id, None)
 
     async def claim(
-        self, claim_key: str, replica_id: str, *, ttl_seconds: float, allow_takeover: bool
+        self, registry_key: str, replica_id: str, *, ttl_seconds: float, allow_takeover: bool
     ) -> str:
-        now, holder = self._clock(), self._claims.get(claim_key)
+        now, holder = self._clock(), self._claims.get(registry_key)
         if holder and holder.deadline > now and holder.replica_id != replica_id:
             entry = self._replicas.get(holder.replica_id)
             if not allow_takeover or (entry and entry.deadline > now):
                 return holder.replica_id
-        self._claims[claim_key] = _ClaimEntry(replica_id, now + ttl_seconds)
+        self._claims[registry_key] = _ClaimEntry(replica_id, now + ttl_seconds)
         return replica_id
 
-    async def release(self, claim_key: str, replica_id: str) -> None:
-        if claim_key in self._claims and self._claims[claim_key].replica_id == replica_id:
-            del self._claims[claim_key]
+    async def release(self, registry_key: str, replica_id: str) -> None:
+        if registry_key in self._claims and self._claims[registry_key].replica_id == replica_id:
+            del self._claims[registry_key]
 
     async def transfer(
-        self, claim_key: str, source: str, replica_id: str, *, ttl_seconds: float
+        self, registry_key: str, source: str, replica_id: str, *, ttl_seconds: float
     ) -> str:
-        holder = await self.holder(claim_key)
+        holder = await self.holder(registry_key)
         if holder not in (None, source, replica_id):
             return holder
-        self._claims[claim_key] = _ClaimEntry(replica_id, self._clock() + ttl_seconds)
+        self._claims[registry_key] = _ClaimEntry(replica_id, self._clock() + ttl_seconds)
         return replica_id
 
-    async def holder(self, claim_key: str) -> str | None:
-        held = self._claims.get(claim_key)
+    async def holder(self, registry_key: str) -> str | None:
+        held = self._claims.get(registry_key)
         return held.replica_id if held and held.deadline > self._clock() else None
 
     async def publish(self, manifest: Manifest) -> None:
@@ -104,5 +104,5 @@ class InMemoryRegistry:
         now = self._clock()
         for replica_id in [i for i, entry in self._replicas.items() if entry.deadline <= now]:
             del self._replicas[replica_id]
-        for claim_key in [p for p, claimed in self._claims.items() if claimed.deadline <= now]:
-            del self._claims[claim_key]
+        for registry_key in [p for p, claimed in self._claims.items() if claimed.deadline <= now]:
+            del self._claims[registry_key]

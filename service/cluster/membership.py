@@ -1,9 +1,7 @@
-"""Cluster membership of this replica: heartbeats, cached cluster view, idempotency-key claims.
+"""Cluster membership of this replica: heartbeats and the cached view of the cluster.
 
 Running rollouts never wait for the registry. The owner of an id is found in the cached view; the
-registry is queried only for a replica that was never seen. The holder of an idempotency key is
-queried before a rollout starts, with a timeout. If that fails, the rollout starts here and its key
-is registered once the registry is available again.
+registry is queried only for a replica that was never seen.
 
 A replica missing from the view is gone only if the view is settled, i.e. if every live replica has
 had time to send a heartbeat: one full expiry time after an outage or a reset of the registry.
@@ -13,20 +11,18 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 
-from service.cluster.idempotency_claims import Claims
 from service.cluster.registry import (
-    CLAIM_SECONDS,
     ClusterRegistry,
     ClusterView,
     RegistryUnavailable,
     Replica,
 )
 from service.config.cluster import ClusterSettings
-from service.errors import ClusterUnavailable, RedirectToReplica, ReplicaGone
+from service.errors import ClusterUnavailable, InvalidRequest, RedirectToReplica, ReplicaGone
 from service.observability.metrics import ClusterMetrics
 
 FIRST_RETRY_SECONDS = 0.25
@@ -39,10 +35,12 @@ log = logging.getLogger(__name__)
 
 
 class ClusterMembership:
-    """Registers this replica by heartbeats, finds other replicas, and claims idempotency keys.
+    """Registers this replica by heartbeats, and finds other replicas.
 
     Runs on one event loop. `describe` returns the registry entry for each heartbeat. With
     `is_standalone` no other replica uses the registry, so that nothing needs to be replicated.
+    `sync_keys` is called after each heartbeat, with True if the registry may have lost all keys; it
+    returns False if some are left to send with the next one.
     """
 
     def __init__(
@@ -65,7 +63,7 @@ class ClusterMembership:
         self.view_listeners: list[Callable[[ClusterView], None]] = []
         self._view = ClusterView(known=False, replicas={}, manifests={}, target=None)
         self._known_replicas: dict[str, Replica] = {}
-        self.claims = Claims(claim=self.register_claim, release=self._unregister_claim)
+        self.sync_keys: Callable[[bool], Awaitable[bool]] | None = None
         self._stopped = False
         self._heartbeat_lock = asyncio.Lock()
         self._heartbeat_requested = asyncio.Event()
@@ -164,41 +162,13 @@ class ClusterMembership:
         """A replica of the latest views; None if it is not known."""
         return self._known_replicas.get(replica_id)
 
-    async def claim(self, claim_key: str) -> None:
-        """Claim an idempotency key. Raises RedirectToReplica if another replica holds it."""
-        self.claims.add(claim_key)
-        try:
-            await self._claim(claim_key)
-        except BaseException:
-            self.claims.discard(claim_key)
-            raise
-
-    async def register_claim(self, claim_key: str) -> str:
-        """Claim a key in the registry; returns the id of the replica that holds it.
-
-        A holder that is no longer registered is replaced, if the view is settled.
-        """
-        with self.count_failures("claim"):
-            return await self.registry.claim(
-                claim_key,
-                self.own_id,
-                ttl_seconds=CLAIM_SECONDS,
-                allow_takeover=self.is_settled,
-            )
-
-    def release(self, claim_key: str) -> None:
-        """Release an idempotency key; the release is sent with the next heartbeat. Idempotent."""
-        self.claims.release(claim_key)
-
-    async def release_now(self, claim_key: str) -> None:
-        """Release an idempotency key, and send the release at once if the registry is available.
-
-        A request that this replica refuses may be retried on another one at once. The key must not
-        be claimed here meanwhile. If this call is cancelled, the next heartbeat sends the release.
-        """
-        if self.claims.release(claim_key) and not self.unavailable:
+    async def check_source(self, replica_id: str) -> None:
+        """Refuse work that no other replica of the cluster has sent."""
+        if not self.is_standalone and self.find(replica_id) is None:
             with suppress(RegistryUnavailable):
-                await self.claims.sync_release(claim_key)
+                await self.refresh()
+        if replica_id == self.own_id or self.find(replica_id) is None:
+            raise InvalidRequest.of_parameter("source", "is no other replica of this cluster")
 
     @contextmanager
     def count_failures(self, operation: str) -> Iterator[None]:
@@ -208,24 +178,6 @@ class ClusterMembership:
         except RegistryUnavailable:
             self._metrics.failures.labels(operation).inc()
             raise
-
-    async def _claim(self, claim_key: str) -> None:
-        if self.unavailable:
-            return self._metrics.unregistered_keys.inc()
-        try:
-            holder = await self.register_claim(claim_key)
-        except RegistryUnavailable:
-            self.request_heartbeat()
-            return self._metrics.unregistered_keys.inc()
-        try:
-            await self.check_local(holder)
-        except ReplicaGone:
-            # The holder has left since the claim. A retry can take its claim over.
-            raise ClusterUnavailable(retry_after_seconds=RETRY_AFTER_SECONDS) from None
-
-    async def _unregister_claim(self, claim_key: str) -> None:
-        with self.count_failures("release"):
-            await self.registry.release(claim_key, self.own_id)
 
     async def _find_replica(self, replica_id: str) -> None:
         """Find a replica by refreshing the cluster view; raises ReplicaGone if it is not there.
@@ -275,8 +227,9 @@ class ClusterMembership:
                     self._describe(), ttl_seconds=self._settings.expire_seconds
                 )
             numbered = replace(view, view_number=self._num_heartbeats_started)
-            self._on_view(numbered, reconnected=self.unavailable or not view.known)
-            if not await self.claims.sync():
+            is_reset = self.unavailable or not view.known
+            self._on_view(numbered, reconnected=is_reset)
+            if self.sync_keys is not None and not await self.sync_keys(is_reset):
                 self.request_heartbeat()
         except RegistryUnavailable as unavailable:
             self._on_unavailable(str(unavailable))
@@ -285,7 +238,6 @@ class ClusterMembership:
         now = self._clock()
         if reconnected:
             self._connected_since = now
-            self.claims.on_registry_reset()
             log.info("registered with the cluster", extra={"replicas": len(view.replicas)})
         self._last_contact_at = now
         self._num_failures = 0

@@ -73,27 +73,27 @@ class RedisRegistry:
         await self._call(self._leave_script, self._keys("replicas", "deadlines"), replica_id)
 
     async def claim(
-        self, claim_key: str, replica_id: str, *, ttl_seconds: float, allow_takeover: bool
+        self, registry_key: str, replica_id: str, *, ttl_seconds: float, allow_takeover: bool
     ) -> str:
-        keys = [self._redis_claim_key(claim_key), *self._keys("deadlines")]
+        keys = [self._redis_key(registry_key), *self._keys("deadlines")]
         arguments = (replica_id, _milliseconds(ttl_seconds), int(allow_takeover))
         holder: bytes = await self._call(self._claim_script, keys, *arguments)
         return holder.decode(errors="replace")
 
-    async def release(self, claim_key: str, replica_id: str) -> None:
-        await self._call(self._release_script, [self._redis_claim_key(claim_key)], replica_id)
+    async def release(self, registry_key: str, replica_id: str) -> None:
+        await self._call(self._release_script, [self._redis_key(registry_key)], replica_id)
 
     async def transfer(
-        self, claim_key: str, source: str, replica_id: str, *, ttl_seconds: float
+        self, registry_key: str, source: str, replica_id: str, *, ttl_seconds: float
     ) -> str:
-        keys = [self._redis_claim_key(claim_key)]
+        keys = [self._redis_key(registry_key)]
         arguments = (source, replica_id, _milliseconds(ttl_seconds))
         holder: bytes = await self._call(self._transfer_script, keys, *arguments)
         return holder.decode(errors="replace")
 
-    async def holder(self, claim_key: str) -> str | None:
+    async def holder(self, registry_key: str) -> str | None:
         async with self._translate_errors():
-            found = await self._redis.get(self._redis_claim_key(claim_key))
+            found = await self._redis.get(self._redis_key(registry_key))
         return found.decode(errors="replace") if isinstance(found, bytes) else found
 
     async def publish(self, manifest: Manifest) -> None:
@@ -131,8 +131,8 @@ class RedisRegistry:
     def _keys(self, *names: str) -> list[str]:
         return [self._prefix + name for name in names]
 
-    def _redis_claim_key(self, claim_key: str) -> str:
-        return f"{self._prefix}claim:{hashlib.sha256(claim_key.encode()).hexdigest()}"
+    def _redis_key(self, registry_key: str) -> str:
+        return f"{self._prefix}claim:{hashlib.sha256(registry_key.encode()).hexdigest()}"
 
 
 class _PasswordFile(CredentialProvider):

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from service.cluster.registry import Replica
+from service.cluster.registry import ActivationTarget, Replica
 from service.readiness import Readiness
 from service.versions import Versions
 
@@ -16,8 +16,8 @@ log = logging.getLogger(__name__)
 class ReplicaStatus:
     """Weight replication status that this replica publishes as its cluster registry entry.
 
-    `epoch` is that of the last applied activation target. `failed` is the label of the version that
-    could not be fetched or activated, `error` the reason. Failed versions are retried after
+    `applied` is the last applied activation target. `failed` is the label of the version that could
+    not be fetched or activated, `error` the reason. Failed versions are retried after
     `RETRY_SECONDS`.
     """
 
@@ -36,9 +36,13 @@ class ReplicaStatus:
         self._versions = versions
         self._clock = clock
         self._retry_at: dict[str, float] = {}
-        self.epoch = 0
+        self.applied: ActivationTarget | None = None
         self.failed: str | None = None
         self.error: str | None = None
+
+    @property
+    def epoch(self) -> int:
+        return 0 if self.applied is None else self.applied.epoch
 
     def entry(self) -> Replica:
         active = self._versions.active
@@ -70,6 +74,6 @@ class ReplicaStatus:
         if self.failed == label:
             self.failed = self.error = None
 
-    def on_target_applied(self, epoch: int) -> None:
-        self.epoch = epoch
+    def on_target_applied(self, target: ActivationTarget) -> None:
+        self.applied = target
         self.failed = self.error = None

@@ -1,4 +1,4 @@
-"""Routes of agents under /sessions/{session_id}: the handlers of the routes of other APIs.
+"""Routes of agents below /sessions/{session_id}, with the handlers of other servers' APIs.
 
 A handler gets the session from its `CompatRequest`. An agent's client is given this path as the
 base URL, and the session's key as the API key.
@@ -13,21 +13,18 @@ from fastapi import APIRouter, Response
 from fastapi.routing import APIRoute
 
 from service.auth.access import agent
-from service.compat import (
-    anthropic_messages,
-    model_and_adapter_routes,
-    openai_chat,
-    openai_completions,
-    openai_responses,
-)
+from service.compat import model_routes
+from service.compat.anthropic import routes as anthropic
+from service.compat.openai import chat, completions
+from service.compat.responses import routes as responses
 
 PREFIX = "/sessions/{session_id}"
 SHARED: Sequence[APIRouter] = (
-    openai_chat.router,
-    openai_completions.router,
-    openai_responses.router,
-    anthropic_messages.router,
-    model_and_adapter_routes.openai,
+    chat.router,
+    completions.router,
+    responses.router,
+    anthropic.router,
+    model_routes.openai,
 )
 Endpoint = Callable[..., Awaitable[Response]]
 

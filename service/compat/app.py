@@ -14,21 +14,16 @@ from starlette.routing import BaseRoute
 
 from service import __version__
 from service.auth.access import authorize, declared_access, public
-from service.compat import (
-    agent_routes,
-    anthropic_messages,
-    model_and_adapter_routes,
-    openai_chat,
-    openai_completions,
-    openai_responses,
-    sglang_control,
-    sglang_generate,
-    unsupported,
-    vllm_control,
-    vllm_tokens,
-)
+from service.compat import agent_routes, model_routes, unsupported
+from service.compat.anthropic import routes as anthropic
 from service.compat.bodies import BODY_MODELS, SCHEMA_REFERENCE
-from service.compat.openai_errors import to_openai_json
+from service.compat.errors import to_openai_json
+from service.compat.openai import chat, completions
+from service.compat.responses import routes as responses
+from service.compat.sglang import control as sglang_control
+from service.compat.sglang import generate as sglang_generate
+from service.compat.vllm import control as vllm_control
+from service.compat.vllm import tokens as vllm_tokens
 from service.config.settings import CompatApi
 from service.http import exception_handlers
 
@@ -37,26 +32,26 @@ OPENAPI_PATH = "/compat/openapi.json"
 RouteAudience = Literal["everybody", "callers", "operators"]
 
 OPENAI = (
-    model_and_adapter_routes.openai,
-    openai_completions.router,
-    openai_chat.router,
-    openai_responses.router,
+    model_routes.openai,
+    completions.router,
+    chat.router,
+    responses.router,
     unsupported.openai,
 )
 ROUTERS: dict[CompatApi, Sequence[APIRouter]] = {
     "openai": OPENAI,
-    "anthropic": (anthropic_messages.router,),
+    "anthropic": (anthropic.router,),
     "vllm": (
         *(
             *OPENAI,
-            model_and_adapter_routes.router,
+            model_routes.router,
             vllm_tokens.generation,
             vllm_tokens.tokenization,
         ),
-        *(anthropic_messages.router, vllm_control.router, unsupported.vllm, unsupported.skyrl),
+        *(anthropic.router, vllm_control.router, unsupported.vllm, unsupported.skyrl),
     ),
     "sglang": (
-        *(*OPENAI, model_and_adapter_routes.router, sglang_generate.router),
+        *(*OPENAI, model_routes.router, sglang_generate.router),
         *(sglang_control.router, unsupported.sglang),
     ),
 }

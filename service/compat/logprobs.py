@@ -7,13 +7,14 @@ costs no sample.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import accumulate, chain
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from engine.types.samples import TopLogprobRows, TopLogprobs
-from service.compat.compat_request import CompatRequest
+from service.compat.request import CompatRequest
 from service.errors import InvalidRequest
 from service.rollouts.request import NewRollout
 from service.rollouts.rollout import Rollout
@@ -73,18 +74,6 @@ def _check_size(prompts: Sequence[list[int]], count: int, *, n: int) -> None:
         )
 
 
-def as_chat_logprobs(candidates: TopLogprobs) -> list[dict[str, Any]]:
-    """Top-k logprobs at one token position, in vLLM's chat format.
-
-    The first candidate is the sampled token. It is left out, but occurs again if it is one of the
-    top k.
-    """
-    return [
-        {"token": id_name(r.token_id), "token_id": r.token_id, "logprob": r.logprob}
-        for r in candidates[1:]
-    ]
-
-
 def as_prompt_logprobs(prompts: PromptLogprobs, index: int) -> list[dict[str, Any] | None] | None:
     """Logprobs of one prompt's tokens in vLLM's format, with None for the first token."""
     if prompts is None:
@@ -125,17 +114,24 @@ def chat_logprobs(
     name: TokenName,
 ) -> list[dict[str, Any]]:
     """Logprobs of sampled tokens in OpenAI's chat format, with token ids added."""
+    return entries(token_ids, logprobs, per_token, partial(_with_bytes, name))
+
+
+def entries(
+    token_ids: Sequence[int],
+    logprobs: Sequence[float],
+    per_token: Sequence[TopLogprobs],
+    entry: Callable[[int, float], dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """Entries of sampled tokens with those of the top k, which a sampled token may be one of."""
     others = [candidates[1:] for candidates in per_token] or [[]] * len(token_ids)
     return [
-        {
-            **_entry(token, logprob, name),
-            "top_logprobs": [_entry(r.token_id, r.logprob, name) for r in more],
-        }
+        {**entry(token, logprob), "top_logprobs": [entry(r.token_id, r.logprob) for r in more]}
         for token, logprob, more in zip(token_ids, logprobs, others, strict=True)
     ]
 
 
-def _entry(token: int, logprob: float, name: TokenName) -> dict[str, Any]:
+def _with_bytes(name: TokenName, token: int, logprob: float) -> dict[str, Any]:
     text = name(token)
     utf8 = list(text.encode(errors="replace"))
     return {"token": text, "token_id": token, "logprob": logprob, "bytes": utf8}

@@ -1,4 +1,4 @@
-"""Samples of a streamed response, part by part, and the text of each part.
+"""Parts of the samples of a streamed response, and the text of each part.
 
 The parts of a sample are its tokens as they are sampled. Their concatenated texts are the text of
 the answer without a stream.

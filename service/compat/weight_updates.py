@@ -1,8 +1,8 @@
-"""Weight updates in vLLM's and SGLang's protocols, which often name no version.
+"""Weight updates from a trainer's directory in vLLM's and SGLang's protocols.
 
-The trainer names a directory. The protocols consist of a start, updates and a finish, or of an
-update alone. All of these calls are retried after a lost response. A repeated update names the same
-files and changes nothing.
+The trainer names a directory, and often no version. The protocols consist of a start, updates and a
+finish, or of an update alone. All of these calls are retried after a lost response. A repeated
+update names the same files and changes nothing.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Settings of the section `limits`."""
+"""Settings section `limits`: sizes of requests, connections, running work and leases."""
 
 from typing import Annotated
 

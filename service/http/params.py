@@ -8,8 +8,8 @@ from pydantic import TypeAdapter, ValidationError
 from starlette.datastructures import QueryParams
 
 from coppice.wire.base import Label
-from coppice.wire.control import DEFAULT_PAUSE_LEASE_SECONDS, PauseLease
 from coppice.wire.packed.requests import PACKED_MEDIA_TYPE
+from coppice.wire.pause import DEFAULT_PAUSE_LEASE_SECONDS, PauseLease
 from coppice.wire.weights import Sequence
 from service.errors import InvalidRequest, NotAcceptable
 

@@ -37,7 +37,7 @@ def build_moves(
     sessions: SessionManager,
     weights: Weights,
 ) -> Moves:
-    fleet, transfers, manager = cluster.membership, cluster.key_transfers, rollouts.manager
+    fleet, keys, manager = cluster.membership, cluster.idempotency_keys, rollouts.manager
     peers = Peers(settings.weights.peers, settings.weights.peer_key_file)
     max_bytes = settings.limits.max_body_bytes
     return Moves(
@@ -47,7 +47,8 @@ def build_moves(
             rollouts.admission,
             rollouts.group_factory,
             manager,
-            transfers,
+            fleet,
+            keys,
             weights.activation,
         ),
         sender=MoveSender(
@@ -56,13 +57,13 @@ def build_moves(
             rollouts.admission,
             manager,
             fleet,
-            transfers,
+            keys,
             peers,
             metrics.cluster,
             max_bytes=max_bytes,
         ),
-        session_receiver=SessionReceiver(engine, sessions, manager, fleet, transfers),
+        session_receiver=SessionReceiver(engine, sessions, manager, fleet, keys),
         session_sender=SessionSender(
-            sessions, fleet, transfers, peers, metrics.sessions, max_bytes=max_bytes
+            sessions, fleet, keys, peers, metrics.sessions, max_bytes=max_bytes
         ),
     )

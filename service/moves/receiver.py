@@ -7,7 +7,9 @@ from dataclasses import replace
 
 from coppice.wire.moves import MovedRollout
 from engine.protocol.generation import Generation
-from service.cluster.key_transfers import KeyTransfers
+from service.cluster.idempotency_claim import IdempotencyClaim
+from service.cluster.idempotency_keys import IdempotencyKeys
+from service.cluster.membership import ClusterMembership
 from service.errors import (
     IdempotencyInProgress,
     IdempotencyMismatch,
@@ -30,7 +32,6 @@ from service.rollouts.admission import Admission, Reservation
 from service.rollouts.fairness import TimeSlice
 from service.rollouts.group import Group
 from service.rollouts.group_factory import GroupFactory
-from service.rollouts.idempotency import IdempotencyClaim
 from service.rollouts.manager import RolloutManager
 from service.rollouts.record_reader import SampleKey
 from service.rollouts.request import NewRollout, Resolved
@@ -58,7 +59,8 @@ class MoveReceiver:
         admission: Admission,
         group_factory: GroupFactory,
         rollouts: RolloutManager,
-        transfers: KeyTransfers,
+        cluster: ClusterMembership,
+        keys: IdempotencyKeys,
         activation: Activation,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -70,7 +72,8 @@ class MoveReceiver:
         self._admission = admission
         self._group_factory = group_factory
         self._rollouts = rollouts
-        self._transfers = transfers
+        self._cluster = cluster
+        self._keys = keys
         self._arriving: set[str] = set()
 
     def is_arriving(self, rollout_id: str) -> bool:
@@ -79,7 +82,7 @@ class MoveReceiver:
 
     async def receive(self, state: MovedRollout) -> Rollout:
         """Continue a rollout; raises a ServiceError if it cannot run here as on its source."""
-        await self._transfers.check_source(state.source)
+        await self._cluster.check_source(state.source)
         self._check(state)
         if state.id in self._arriving:
             raise NotReady("the rollout is received already", retry_after_seconds=RETRY_SECONDS)
@@ -108,7 +111,7 @@ class MoveReceiver:
             self._admission.release(reservation)
             raise
         for claim in rollout.claims:
-            self._rollouts.keys.bind(claim, state.id)
+            self._keys.bind(claim, state.id)
         return rollout
 
     async def cancel(self, rollout_id: str) -> None:
@@ -123,7 +126,8 @@ class MoveReceiver:
         self._cancelled.add(rollout_id)
         if rollout is None or rollout.source is None or rollout.moved_to is not None:
             raise RolloutNotFound()
-        await self._rollouts.discard(rollout, self._transfers.url_of(rollout.source))
+        source = self._cluster.find(rollout.source)
+        await self._rollouts.discard(rollout, None if source is None else source.url)
 
     def _reserve(self, state: MovedRollout, request: NewRollout | None) -> Reservation:
         num_bytes = 0
@@ -194,13 +198,13 @@ class MoveReceiver:
             for claim in claims_of(state):
                 if not self._claim_here(claim, state):
                     # Retries must find the rollout with this key here once the source has left.
-                    await self._transfers.take_back(claim.cluster_key, state.source)
+                    await self._keys.take_from(claim.registry_key, state.source)
                     continue
                 taken.append(claim)
                 if claim.is_move:
-                    await self._transfers.take_over(claim.cluster_key, state.source)
-                elif not await self._transfers.try_to_take_over(claim.cluster_key, state.source):
-                    self._rollouts.keys.release(taken.pop())
+                    await self._keys.take_over(claim.registry_key, state.source)
+                elif not await self._keys.try_to_take_over(claim.registry_key, state.source):
+                    self._keys.release(taken.pop())
         except BaseException:
             self._release(taken)
             raise
@@ -208,10 +212,9 @@ class MoveReceiver:
 
     def _claim_here(self, claim: IdempotencyClaim, state: MovedRollout) -> bool:
         """Claim a key on this replica; False if it is a caller's key of another rollout."""
-        keys = self._rollouts.keys
-        keys.forget_ended(claim, state.id)
+        self._keys.forget_ended(claim, state.id)
         try:
-            is_free = keys.claim(claim) is None
+            is_free = self._keys.claim(claim) is None
         except IdempotencyMismatch:
             is_free = False
         except IdempotencyInProgress:
@@ -223,7 +226,7 @@ class MoveReceiver:
 
     def _release(self, claims: Sequence[IdempotencyClaim]) -> None:
         for claim in claims:
-            self._rollouts.keys.release(claim)
+            self._keys.release(claim)
 
 
 def _other_version(state: MovedRollout) -> VersionConflict:

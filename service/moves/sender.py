@@ -9,7 +9,8 @@ import httpx
 
 from coppice.wire.moves import MovedRollout
 from engine.protocol.generation import Generation
-from service.cluster.key_transfers import KeyTransfers
+from service.cluster.idempotency_claim import move_key
+from service.cluster.idempotency_keys import IdempotencyKeys
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import Replica
 from service.config.allowed_peers import Peers
@@ -17,7 +18,6 @@ from service.moves.peers import Connect, MovePeers, cancel, is_accepted_by
 from service.moves.state import estimated_bytes, state_of
 from service.observability.metrics import ClusterMetrics
 from service.rollouts.admission import Admission
-from service.rollouts.idempotency import IdempotencyClaim
 from service.rollouts.manager import RolloutManager
 from service.rollouts.rollout import Rollout
 from service.versions import Versions
@@ -47,7 +47,7 @@ class MoveSender:
         admission: Admission,
         rollouts: RolloutManager,
         cluster: ClusterMembership,
-        transfers: KeyTransfers,
+        keys: IdempotencyKeys,
         peers: Peers,
         metrics: ClusterMetrics,
         *,
@@ -59,7 +59,7 @@ class MoveSender:
         self._admission = admission
         self._rollouts = rollouts
         self._cluster = cluster
-        self._transfers = transfers
+        self._keys = keys
         self._peers = MovePeers(cluster, peers, client)
         self._max_bytes = max_bytes
         self._outcomes = metrics.moves
@@ -208,19 +208,9 @@ class MoveSender:
                 is_accepted = has_accepted
         finally:
             if not is_accepted:
-                await self._take_back(replica, rollout)
+                keys = {claim.registry_key for claim in rollout.claims}
+                await self._keys.take_back(keys | {move_key(rollout.id, rollout.owner)}, replica.id)
         return is_accepted
-
-    async def _take_back(self, replica: Replica, rollout: Rollout) -> None:
-        """Take back the keys, of which the other replica may have taken over some.
-
-        The key of the rollout's id is released, if this replica has not received it by a move.
-        """
-        for claim in rollout.claims:
-            await self._transfers.take_back(claim.cluster_key, replica.id)
-        if rollout.source is None:
-            key = IdempotencyClaim.of_move(rollout.owner, rollout.id).cluster_key
-            await self._transfers.release(key, replica.id)
 
     def candidates(self) -> list[Replica]:
         """Replicas that may accept a rollout, in random order."""

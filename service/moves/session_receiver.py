@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterable
 from coppice.wire.session_moves import MovedSession, MovedSessionGroup, MovedSessions
 from coppice.wire.sessions import SessionsFinish
 from engine.protocol.engine_state import EngineState
-from service.cluster.key_transfers import KeyTransfers
+from service.cluster.idempotency_claim import IdempotencyClaim, move_key
+from service.cluster.idempotency_keys import IdempotencyKeys
 from service.cluster.membership import ClusterMembership
 from service.errors import InvalidRequest, SessionNotFound
 from service.moves.cancelled_moves import CancelledMoves
 from service.moves.session_state import RESOURCE, restore
-from service.rollouts.idempotency import IdempotencyClaim
 from service.rollouts.manager import RolloutManager
 from service.sessions.manager import SessionManager
 from service.sessions.session import Session
-from service.sessions.session_group import SessionGroup, moved_key
+from service.sessions.session_group import SessionGroup
 
 MAX_SEQUENCE_LEAD = 86_400 * 10**6
 """Largest lead of a sender's sequences, which begin at the time of its start in microseconds."""
@@ -34,7 +34,7 @@ class SessionReceiver:
         sessions: SessionManager,
         rollouts: RolloutManager,
         cluster: ClusterMembership,
-        transfers: KeyTransfers,
+        keys: IdempotencyKeys,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -42,12 +42,12 @@ class SessionReceiver:
         self._sessions = sessions
         self._rollouts = rollouts
         self._cluster = cluster
-        self._transfers = transfers
+        self._keys = keys
         self._cancelled = CancelledMoves(clock)
 
     async def receive(self, state: MovedSessions) -> str:
         """Continue sessions; raises a ServiceError if they cannot continue here."""
-        await self._transfers.check_source(state.source)
+        await self._cluster.check_source(state.source)
         known = self._check(state)
         group = known or _new_group(state, self._sessions.now())
         sessions = [self._sessions.factory.session(group, each.id) for each in state.sessions]
@@ -73,7 +73,7 @@ class SessionReceiver:
             raise
         self._sessions.store.receive(group, sessions, last_sequence=state.group.last_sequence)
         if known is None and group.claim is not None:
-            self._sessions.keys.bind(group.claim, group.id)
+            self._keys.bind(group.claim, group.id)
         self._sessions.on_group_ended(group)
 
     async def cancel(self, session_id: str) -> None:
@@ -94,7 +94,7 @@ class SessionReceiver:
         sessions = store.received(group) if is_first else [session]
         store.return_to_source(group, sessions)
         if is_first and group.claim is not None:
-            self._sessions.keys.release(group.claim)
+            self._keys.release(group.claim)
         for session in sessions:
             await self._sessions.abort_calls(session)
 
@@ -152,15 +152,15 @@ class SessionReceiver:
         self, state: MovedSessions, group: SessionGroup, *, is_new: bool
     ) -> list[str]:
         """Take over the keys of the sessions and, if it is new, those of the group."""
-        cluster_keys = [moved_key(session.id) for session in state.sessions]
-        cluster_keys += group.cluster_keys if is_new else []
-        if is_new and group.claim is not None and self._sessions.keys.claim(group.claim):
+        registry_keys = [move_key(session.id) for session in state.sessions]
+        registry_keys += group.registry_keys if is_new else []
+        if is_new and group.claim is not None and self._keys.claim(group.claim):
             raise _invalid("key", "belongs to another group here")
         taken = list[str]()
         try:
-            for key in cluster_keys:
+            for key in registry_keys:
                 taken.append(key)
-                await self._transfers.take_over(key, state.source)
+                await self._keys.take_over(key, state.source)
         except BaseException:
             self._release(taken, group, is_new=is_new)
             raise
@@ -168,9 +168,9 @@ class SessionReceiver:
 
     def _release(self, taken: list[str], group: SessionGroup, *, is_new: bool) -> None:
         for key in taken:
-            self._cluster.release(key)
+            self._keys.unregister(key)
         if is_new and group.claim is not None:
-            self._sessions.keys.release(group.claim)
+            self._keys.release(group.claim)
 
 
 def _check_new_group(state: MovedSessions) -> None:

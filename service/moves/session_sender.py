@@ -7,7 +7,8 @@ from contextlib import ExitStack
 
 import httpx
 
-from service.cluster.key_transfers import KeyTransfers
+from service.cluster.idempotency_claim import move_key
+from service.cluster.idempotency_keys import IdempotencyKeys
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import Replica
 from service.config.allowed_peers import Peers
@@ -17,7 +18,7 @@ from service.moves.session_state import encoded, estimated_bytes, moved_group
 from service.observability.session_metrics import SessionMetrics
 from service.sessions.manager import SessionManager
 from service.sessions.session import Session
-from service.sessions.session_group import SessionGroup, moved_key
+from service.sessions.session_group import SessionGroup
 
 PATH = "/v1/moves/sessions"
 POLL_SECONDS = 0.1
@@ -39,7 +40,7 @@ class SessionSender:
         self,
         sessions: SessionManager,
         cluster: ClusterMembership,
-        transfers: KeyTransfers,
+        keys: IdempotencyKeys,
         allowed: Peers,
         metrics: SessionMetrics,
         *,
@@ -48,7 +49,7 @@ class SessionSender:
     ) -> None:
         self._sessions = sessions
         self._cluster = cluster
-        self._transfers = transfers
+        self._keys = keys
         self._peers = MovePeers(cluster, allowed, client)
         self._max_bytes = max_bytes
         self._outcomes = metrics.moves
@@ -200,20 +201,19 @@ class SessionSender:
                 self._on_moved(group, sessions, replica)
         finally:
             if not is_accepted:
-                await self._transfers.restore(_cluster_keys(group, sessions), replica.id)
+                await self._keys.take_back(_registry_keys(group, sessions), replica.id)
         return is_accepted
 
     def _on_moved(self, group: SessionGroup, sessions: Sequence[Session], replica: Replica) -> None:
         """Redirect requests for the sessions, whose keys the replica has taken over."""
-        for key in _cluster_keys(group, sessions):
-            self._cluster.claims.discard(key)
+        self._keys.handed_over(_registry_keys(group, sessions))
         self._sessions.store.on_moved(group, sessions, replica)
         for session in sessions:
             self._sessions.kv_releases.add(session.id)
         log.info("%d sessions moved to %s", len(sessions), replica.url)
 
 
-def _cluster_keys(group: SessionGroup, sessions: Sequence[Session]) -> list[str]:
+def _registry_keys(group: SessionGroup, sessions: Sequence[Session]) -> list[str]:
     """Keys that the receiver takes over: those of the group with its first sessions."""
-    keys = [moved_key(session.id) for session in sessions]
-    return keys if group.moved_to is not None else [*keys, *group.cluster_keys]
+    keys = [move_key(session.id) for session in sessions]
+    return keys if group.moved_to is not None else [*keys, *group.registry_keys]

@@ -16,11 +16,12 @@ from coppice.wire.session_moves import (
 from service.errors import InvalidRequest
 from service.moves.state import TOKEN_BYTES
 from service.moves.token_tables import check_ids, invalid, sampled_tokens
+from service.rollouts.trees.segment import Segment
+from service.rollouts.trees.token_tree import TokenTree
+from service.rollouts.trees.tree_answer import segment_answer
 from service.sessions.history import RecordedCall, RecordedResponse
-from service.sessions.segment import Segment
 from service.sessions.session import CONTEXT_TOKEN_BYTES, TURN_BYTES, Session
 from service.sessions.session_group import SessionGroup
-from service.sessions.tree import SessionTree, segment_answer
 
 RESOURCE = "sessions"
 """Resource of the idempotency keys of groups."""
@@ -123,7 +124,7 @@ def restore(session: Session, moved: MovedSession, *, vocab_size: int) -> None:
     """
     prefix = session.tree.prefix
     found = {segment.id: segment for segment in _segments(moved, prefix, vocab_size)}
-    session.tree = SessionTree.restored(prefix, found.values(), num_ids=moved.num_segment_ids)
+    session.tree = TokenTree.restored(prefix, found.values(), num_ids=moved.num_segment_ids)
     for response in moved.responses:
         session.conversations.restore(_response(response, found))
     if any(turn.segment not in found for turn in moved.turns):

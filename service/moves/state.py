@@ -4,9 +4,9 @@ from coppice.wire.moves import FORMAT, GivenTokens, MovedGroup, MovedKey, MovedR
 from coppice.wire.packed.results import GroupRecord, SampleRecord, SegmentRecord
 from coppice.wire.rollouts import RolloutRequest, SampleAnswer
 from engine.protocol.generation import Generation
+from service.cluster.idempotency_claim import IdempotencyClaim
 from service.rollouts.group import Group
 from service.rollouts.group_options import num_given
-from service.rollouts.idempotency import IdempotencyClaim
 from service.rollouts.rollout import Rollout
 from service.rollouts.sample_answer import answer_fields
 

@@ -4,13 +4,13 @@ from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry
 
-from coppice.wire.control import KvStatus
 from coppice.wire.kv import KvReason
 from coppice.wire.kv_reuse import KvReuseAnswer, KvReuseMode, KvReuseReason
 from coppice.wire.rollouts import GroupAnswer
+from coppice.wire.status import KvStatus
 from service.observability.metric_declaration import MetricTable, counter, cumulative_counter, gauge
 
-AnchorOutcome = Literal["created", "evicted", "outdated", "failed"]
+ObservationOutcome = Literal["created", "evicted", "outdated", "failed"]
 ARENA_STATES = ("free", "reserved", "leased", "quarantined")
 REUSE_TOKEN_KINDS = ("reused", "computed", "prepared")
 PREDICTION_REASONS = frozenset({"no_observations", "entropy_too_high"})
@@ -75,7 +75,7 @@ class KvReuseMetrics(MetricTable):
     observation_outcomes = cumulative_counter(
         "kv_reuse_observation_outcomes",
         "Observations created, evicted, outdated by new weights, or not written completely",
-        outcome=get_args(AnchorOutcome),
+        outcome=get_args(ObservationOutcome),
     )
 
     def __init__(self, registry: CollectorRegistry) -> None:

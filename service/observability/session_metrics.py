@@ -1,4 +1,4 @@
-"""Metrics of agent sessions."""
+"""Prometheus metrics of agent sessions: open ones, moves, turns and tokens."""
 
 from typing import get_args
 

@@ -8,7 +8,7 @@ from service.adapters.manager import AdapterManager
 from service.checkpoint_store import CheckpointStore
 from service.cluster.build import Cluster
 from service.config.settings import Settings
-from service.kv_reuse.build import Kv
+from service.kv.build import Kv
 from service.observability.build import Observability
 from service.rollouts.admission import Admission
 from service.rollouts.fairness import PriorityAging
@@ -63,7 +63,7 @@ def build_rollouts(
     manager = RolloutManager(
         engine,
         kv.prompt_kv,
-        cluster.membership,
+        cluster.idempotency_keys,
         adapters,
         admission,
         factory,

@@ -7,40 +7,25 @@ cancelling it at any of these points ends the samples.
 
 import asyncio
 import uuid
-from collections import Counter
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from coppice.wire.columns.logprobs import PromptLogprobs
-from coppice.wire.columns.token_columns import TokenColumns, TokenLists
-from coppice.wire.columns.versions import cut_spans
-from coppice.wire.rollouts import (
-    FinishReason,
-    GroupAnswer,
-    Outcome,
-    SampleAnswer,
-    SegmentAnswer,
-)
+from coppice.wire.columns.token_columns import TokenLists
+from coppice.wire.rollouts import FinishReason, GroupAnswer, Outcome, SampleAnswer, SegmentAnswer
 from engine.protocol.generation import Generation
-from engine.types.kv import KvLoad
-from engine.types.samples import Completion, SampleRequest, TokenDelta, TopLogprobs
-from service.prompt_kv.group_exports import GroupKvExports
-from service.prompt_kv.prompt_source import PrefilledPrompt, PromptSource
-from service.rollouts import sample_answer
+from engine.types.samples import Completion, SampleRequest, TopLogprobs
+from service.kv.handles.group_exports import GroupKvExports
+from service.kv.prompt_source import PromptSource
 from service.rollouts.fairness import Turns
 from service.rollouts.finish_policy import FinishPolicy
-from service.rollouts.group_options import GroupOptions, given_tokens, num_given, sample_seed
-from service.rollouts.sample_answer import num_valid_tokens, valid_end, wire_spans
+from service.rollouts.group_options import GroupOptions, given_tokens
+from service.rollouts.sample_answer import num_valid_tokens
+
+if TYPE_CHECKING:
+    from service.rollouts.trees.tree_paths import TreePaths
 
 EndReason = Literal["cancelled", "deadline", "surplus", "version_changed", "suspended"]
 OnSampleTokens = Callable[[int, TokenLists], None]
@@ -48,9 +33,32 @@ OnSampleTokens = Callable[[int, TokenLists], None]
 OnPart = Callable[[SampleAnswer | SegmentAnswer], None]
 
 
+class Sampler(Protocol):
+    """Strategy by which a group samples: independent samples, or a tree.
+
+    One that `is_grown_by_caller` makes no progress without requests of the caller.
+    """
+
+    @property
+    def paths(self) -> "TreePaths | None":
+        """Paths of the tree; None for samples without a tree."""
+
+    @property
+    def is_grown_by_caller(self) -> bool: ...
+
+    async def run(self, group: "Group", engine: Generation, done: OnPart) -> GroupAnswer | None:
+        """Sample and return the group's answer; None if the group was suspended.
+
+        `done` is called with each sample or segment that has ended.
+        """
+
+    def on_end(self, end_reason: EndReason) -> None:
+        """Note that the group is ending; its requests are aborted."""
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Group:
-    """One prompt and its samples: submits them to the engine and collects the answer.
+    """One prompt and its samples, which its `sampler` submits to the engine.
 
     Owned by its rollout. `source` provides the prompt's KV. `end_reason` is the reason for which
     the running samples are being aborted, if they are. `finish_policy` decides when enough samples
@@ -70,7 +78,8 @@ class Group:
     """
 
     options: GroupOptions
-    source: PromptSource = field(default_factory=PrefilledPrompt)
+    sampler: Sampler
+    source: PromptSource = field(default_factory=PromptSource)
     finish_policy: FinishPolicy | None = None
     exports: GroupKvExports | None = None
     end_reason: EndReason | None = None
@@ -90,8 +99,6 @@ class Group:
     _unfinished: set[str] = field(default_factory=set)
     _ending: asyncio.Event = field(default_factory=asyncio.Event)
     seconds_used: float = 0.0
-    _aborted: dict[int, Completion] = field(default_factory=dict)
-    _num_streamed: Counter[int] = field(default_factory=Counter)
 
     @property
     def num_running(self) -> int:
@@ -111,19 +118,15 @@ class Group:
     @property
     def is_idle(self) -> bool:
         """True if the group makes no progress until its caller sends another request."""
-        return False
+        return self.sampler.is_grown_by_caller and not self._unfinished
 
     async def run(self, engine: Generation, done: OnPart) -> GroupAnswer | None:
         """Run the samples and return the answer; None if the group was suspended."""
-        self.sample_ids = [uuid.uuid4().hex for _ in range(self.options.n)]
         is_settled = False
         try:
-            async with self._deadline(engine):
-                load = await self.source.prepare(engine, self)
-            await self._run_samples(engine, load, done)
-            if self.suspended:
+            answer = await self.sampler.run(self, engine, done)
+            if answer is None:
                 return None
-            answer = self._answer(sorted(self.ended, key=lambda sample: sample.index))
             is_settled = all(s.finish_reason in ("stop", "length") for s in answer.samples)
             return self.source.annotated(answer)
         finally:
@@ -137,6 +140,7 @@ class Group:
         if self.end_reason in (None, "suspended"):
             self.end_reason = end_reason
         self._ending.set()
+        self.sampler.on_end(end_reason)
         await engine.abort(list(self._unfinished))
 
     @property
@@ -163,72 +167,34 @@ class Group:
         await engine.abort(list(self._unfinished))
         self._unfinished.clear()
 
-    async def _run_samples(self, engine: Generation, load: KvLoad | None, done: OnPart) -> None:
-        requests = self._requests(load)
-        self._unfinished = {request.id for request in requests}
-        completions = await engine.submit(requests)
-        if self.end_reason:
-            await engine.abort(list(self._unfinished))
-        pending = {r.id: completion for r, completion in zip(requests, completions, strict=True)}
-        async with self._deadline(engine):
-            await self._gather(engine, pending, done)
-            await self._settle_aborted(engine, done)
-
-    def _requests(self, load: KvLoad | None) -> list[SampleRequest]:
-        """Engine requests of a group's samples and of its prompt prefills, in submission order.
-
-        If the samples load KV, the prefills come first, since the samples use the blocks that the
-        prefills leave. Otherwise the prefills come after the first sample, which they must not
-        delay: other groups may wait for the KV that this sample writes.
-        """
-        pending = self._pending_indices()
-        first, *others = [self._request(i, self.sample_ids[i], load) for i in pending]
-        slot = self.exports.prompt_slot if self.exports else self.source.export
-        first = first if slot is None else replace(first, export=slot)
-        if load is not None:
-            return [*self.source.prefills, first, *others]
-        return [first, *self.source.prefills, *others]
-
-    def _pending_indices(self) -> list[int]:
-        """Indices of the samples that had not finished when the group was resumed."""
-        finished = {sample.index for sample in self.ended}
-        return [index for index in range(self.options.n) if index not in finished]
-
-    def _request(self, index: int, sample_id: str, load: KvLoad | None) -> SampleRequest:
-        options, prompt = self.options, self.options.prompt_token_ids
-        prior_tokens = sample_answer.prior_tokens(options, index)
-        if prior_tokens:
-            prompt = [*prompt, *prior_tokens]
-        max_tokens = options.sampling.max_tokens - len(prior_tokens)
-        return SampleRequest(
-            id=sample_id,
+    def request(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        *,
+        seed: int | None,
+        num_prior_tokens: int,
+        max_tokens: int,
+        **own: Any,
+    ) -> SampleRequest:
+        """Engine request of the group; `own` are fields that are not the same in all of them."""
+        return replace(
+            self.options.template,
+            id=request_id,
             prompt_token_ids=prompt,
-            sampling=options.sampling.after(len(prior_tokens), max_tokens),
-            seed=sample_seed(options, index),
-            priority=options.priority,
-            cache_salt=options.cache_salt,
-            kept_kv=options.kept_kv,
-            session_id=options.session_id,
+            sampling=self.options.sampling.after(num_prior_tokens, max_tokens),
+            seed=seed,
             group=self.name,
-            speculation=options.speculation,
-            load=load,
-            adapter=options.adapter,
-            num_top_logprobs=options.num_top_logprobs,
-            logprob_token_ids=options.logprob_token_ids,
-            raw_logprobs=options.raw_logprobs,
-            on_tokens=None if self.on_tokens is None else partial(self._on_delta, index),
-            num_prior_tokens=len(prior_tokens),
-            num_drawn_tokens=len(prior_tokens) - num_given(options, index),
-            support=options.support_vocab_size is not None,
-            experts_from=sample_answer.experts_from(options, index),
+            num_prior_tokens=num_prior_tokens,
+            **own,
         )
 
     @asynccontextmanager
-    async def _deadline(self, engine: Generation) -> AsyncIterator[None]:
+    async def deadline(self, engine: Generation) -> AsyncIterator[None]:
         """Context manager that ends the group if its deadline passes inside the context.
 
-        The time spent in such contexts is added up. The submission of the requests is outside of
-        them.
+        The time spent in such contexts is added up. The submission of independent samples is
+        outside of them.
         """
         if self.options.deadline_seconds is None:
             yield
@@ -246,129 +212,44 @@ class Group:
         await asyncio.sleep(seconds)
         await self.end(engine, "deadline")
 
-    async def _gather(
-        self, engine: Generation, pending: Mapping[str, Awaitable[Completion]], done: OnPart
-    ) -> None:
-        """Wait for the group's samples; `pending` maps request ids to completions."""
-        self.began_at = asyncio.get_running_loop().time() - self.seconds_before
-        async with asyncio.TaskGroup() as tasks:
-            if self.source.prefills:
-                tasks.create_task(self._collect_prefills(pending))
-            for index in self._pending_indices():
-                completion = pending[self.sample_ids[index]]
-                tasks.create_task(self._await_sample(engine, index, completion, done))
-
-    async def _collect_prefills(self, pending: Mapping[str, Awaitable[Completion]]) -> None:
-        for request in self.source.prefills:
-            await self.source.on_completed(request, await pending[request.id])
-            self.on_finished(request.id)
-
-    async def _await_sample(
-        self, engine: Generation, index: int, completion: Awaitable[Completion], done: OnPart
-    ) -> None:
-        result = await completion
-        if self.end_reason == "suspended" and result.finish == "abort":
-            self.on_finished(self.sample_ids[index])
-            self._aborted[index] = result
-        else:
-            await self._finish_sample(engine, index, result, done)
-
-    async def _settle_aborted(self, engine: Generation, done: OnPart) -> None:
-        """Suspend the samples that were aborted for it, unless the group has ended meanwhile."""
-        for index, result in sorted(self._aborted.items()):
-            if self.end_reason == "suspended" and not self._has_other_versions(result):
-                tokens = await sample_answer.sample_tokens(self.options, index, result)
-                self._note_cached_tokens(index, result)
-                self.suspended[index] = tokens
-            else:
-                await self._finish_sample(engine, index, result, done)
-
-    def _has_other_versions(self, result: Completion) -> bool:
-        """True if a version other than the required one generated some of the tokens."""
-        return num_valid_tokens(self.options, result) < len(result.token_ids)
-
-    def _note_cached_tokens(self, index: int, result: Completion) -> None:
+    def note_cached_tokens(self, index: int, result: Completion) -> None:
         # A resumed sample also has cached tokens after the prompt; these are not counted.
         num_prompt = len(self.options.prompt_token_ids)
         self.cached_tokens.setdefault(index, min(result.num_cached_tokens, num_prompt))
 
-    async def _finish_sample(
-        self, engine: Generation, index: int, result: Completion, done: OnPart
-    ) -> None:
-        self.sample_seconds.append(asyncio.get_running_loop().time() - self.began_at)
-        self.on_finished(self.sample_ids[index])
-        if result.top_logprobs is not None and not self.options.answers_top_logprobs:
-            self.top_logprobs[index] = result.top_logprobs[: num_valid_tokens(self.options, result)]
-        self._note_cached_tokens(index, result)
-        await self._on_sample_end(engine, index, result)
-        await self.turns.wait()
-        finish_reason = self._finish_reason(result)
-        answer = await sample_answer.create(self.options, index, result, finish_reason)
-        self.ended.append(answer)
-        done(answer)
-
-    async def _on_sample_end(self, engine: Generation, index: int, result: Completion) -> None:
-        """Count a finished sample; if the finish policy is now met, abort the others."""
+    def count_sample(self) -> None:
+        """Count a sample that has finished now."""
         self.num_done += 1
-        if self.finish_policy is None or result.finish not in ("stop", "length"):
-            return
-        num_prior = len(sample_answer.prior_tokens(self.options, index))
-        length = len(result.token_ids) + num_prior
-        if self.finish_policy.on_sample_end(index, length) and self._unfinished:
-            await self.end(engine, "surplus")
+        self.sample_seconds.append(asyncio.get_running_loop().time() - self.began_at)
 
-    def _on_delta(self, index: int, delta: TokenDelta) -> None:
-        """Pass on the new tokens of a running sample, without those that its answer will lack."""
-        start = self._num_streamed[index]
-        end = valid_end(self.options, delta.versions, delta.start + len(delta.token_ids))
-        if delta.start != start or end <= start:
-            return  # an earlier token is not valid
-        self._num_streamed[index] = end
-        num_tokens = end - start
-        if delta.top_logprobs is not None and not self.options.answers_top_logprobs:
-            streamed = self.top_logprobs.setdefault(index, [])
-            assert isinstance(streamed, list)
-            streamed.extend(delta.top_logprobs[:num_tokens])
-        assert self.on_tokens is not None, "deltas were requested"
-        spans = wire_spans(delta.versions, self.options.adapter)
-        tokens: TokenLists = TokenColumns(
-            token_ids=delta.token_ids[:num_tokens],
-            logprobs=delta.logprobs[:num_tokens],
-            versions=tuple(cut_spans(spans, start, end)),
-        )
-        self.on_tokens(index, tokens)
+    def has_other_versions(self, result: Completion) -> bool:
+        """True if a version other than the required one generated some of the tokens."""
+        return num_valid_tokens(self.options, result) < len(result.token_ids)
 
-    def _finish_reason(self, result: Completion) -> FinishReason:
-        if self._has_other_versions(result):
+    def finish_reason(self, result: Completion) -> FinishReason:
+        if self.has_other_versions(result):
             return "version_changed"
-        return self._aborted_reason() if result.finish == "abort" else result.finish
+        return self.aborted_reason() if result.finish == "abort" else result.finish
 
-    def _aborted_reason(self) -> FinishReason:
+    def aborted_reason(self) -> FinishReason:
         reason = self.end_reason
         if reason is None or reason == "cancelled" or reason == "suspended":
             return "aborted"
         return reason
 
-    def _answer(self, samples: list[SampleAnswer]) -> GroupAnswer:
+    def answer(self, outcome: Outcome, samples: list[SampleAnswer], **tree: Any) -> GroupAnswer:
+        """Answer of the group; `tree` are the fields of an answer with a tree."""
+        options = self.options
         return GroupAnswer(
-            id=self.options.id,
-            index=self.options.index,
-            outcome=self._outcome(samples),
-            num_prompt_tokens=len(self.options.prompt_token_ids),
-            prompt_token_ids=self.options.prompt_token_ids if self.options.echo else None,
-            num_cached_tokens=self.cached_tokens[0],
-            num_continued_tokens=sum(given_tokens(self.options)),
+            id=options.id,
+            index=options.index,
+            outcome=outcome,
+            num_prompt_tokens=len(options.prompt_token_ids),
+            prompt_token_ids=options.prompt_token_ids if options.echo else None,
+            num_cached_tokens=self.cached_tokens.get(0, 0),
+            num_continued_tokens=sum(given_tokens(options)),
             selected=None if self.finish_policy is None else self.finish_policy.selected,
             samples=samples,
             prompt_logprobs=self.prompt_logprobs,
+            **tree,
         )
-
-    def _outcome(self, samples: list[SampleAnswer]) -> Outcome:
-        reasons = Counter(sample.finish_reason for sample in samples)
-        if reasons["stop"] + reasons["length"] == self.options.n or (
-            self.finish_policy and self.finish_policy.is_met
-        ):
-            return "done"
-        if reasons["error"] == self.options.n:
-            return "failed"
-        return "cancelled" if self.end_reason == "cancelled" else "partial"

@@ -2,28 +2,29 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 
 from coppice.wire.branching import Branching
 from coppice.wire.columns.token_columns import TokenLists
 from coppice.wire.rollouts import Finish
 from engine.protocol.generation import Generation
-from engine.types.samples import KeptKv, Sampling
-from service.kv_reuse.manager import KvReuseManager
-from service.kv_reuse.prompt_sections import Scope
-from service.prompt_kv.prompt_source import PrefilledPrompt, PromptSource
+from engine.types.samples import KeptKv
+from service.kv.prompt_source import PromptSource
+from service.kv.spans.manager import KvReuseManager
+from service.kv.spans.prompt_template import Scope
 from service.rollouts import validation
 from service.rollouts.fairness import PriorityAging, TimeSlice
 from service.rollouts.finish_policy import FinishPolicy
-from service.rollouts.group import Group
-from service.rollouts.group_options import GroupOptions, Parse, derive_seed
+from service.rollouts.flat_sampler import FlatSampler
+from service.rollouts.group import Group, Sampler
+from service.rollouts.group_options import TEMPLATE, GroupOptions, Parse, derive_seed
 from service.rollouts.request import NewGroup, NewRollout, Resolved
 from service.rollouts.sampling import limited, to_engine_sampling
 from service.rollouts.tokenizer import Tokenizer, to_chat_request
 from service.rollouts.trees.external_tree import ExternalTree
 from service.rollouts.trees.plan import Plan
-from service.rollouts.trees.tree_group import TreeGroup
+from service.rollouts.trees.tree_sampler import TreeSampler
 
 
 class GroupFactory:
@@ -58,14 +59,11 @@ class GroupFactory:
         index of their group.
         """
         groups, turn = list[Group](), TimeSlice()
-        common = _Common(
-            resolved=resolved,
-            chain=chain,
-            sampling=to_engine_sampling(request.sampling, self._engine.info.max_context_tokens),
-            continued=continued,
-        )
+        common = self._common(request, resolved, chain)
         for index, prompt in enumerate(prompts):
-            options = self._options(request, index, prompt, common)
+            options = self._options(request, common, index, prompt)
+            if index in continued:
+                options = replace(options, continued=continued[index])
             groups.append(self._group(request, options, self._source(request, options)))
             await turn.pause()
         return groups
@@ -73,63 +71,89 @@ class GroupFactory:
     def _source(self, request: NewRollout, options: GroupOptions) -> PromptSource:
         spans = request.groups[options.index].spans
         if spans is None:
-            return PrefilledPrompt()
+            return PromptSource()
         return self._kv_reuse.prompt_source(
             spans,
             request.kv_reuse,
-            Scope(options.owner, options.cache_salt),
-            priority=options.priority,
+            Scope(request.owner, request.cache_salt),
+            priority=options.template.priority,
             num_samples=options.n,
         )
 
     def _group(self, request: NewRollout, options: GroupOptions, source: PromptSource) -> Group:
         if request.branching is not None:
-            return create_tree_group(
-                request.branching,
-                options,
-                source,
-                block_size=self._engine.info.block_size,
-                max_lease_seconds=self._max_lease_seconds,
-            )
+            sampler = self._tree_sampler(request.branching, options)
+            return Group(options=options, sampler=sampler, source=source)
         finish = request.finish or Finish()
         policy = _finish_policy(finish, request.groups[options.index])
-        return Group(options=options, source=source, finish_policy=policy)
+        return Group(options=options, sampler=FlatSampler(), source=source, finish_policy=policy)
 
-    def _options(
-        self, request: NewRollout, index: int, prompt: list[int], common: "_Common"
+    def _tree_sampler(self, branching: Branching, options: GroupOptions) -> Sampler:
+        prompt_length = len(options.prompt_token_ids)
+        plan = Plan(
+            branching=branching,
+            prompt_length=prompt_length,
+            max_length=prompt_length + options.sampling.max_tokens,
+            block_size=self._engine.info.block_size,
+        )
+        if branching.mode != "external":
+            return TreeSampler(plan, options)
+        lease_seconds = min(branching.lease_seconds, self._max_lease_seconds)
+        return ExternalTree(plan, options, lease_seconds=lease_seconds)
+
+    def _common(
+        self, request: NewRollout, resolved: Resolved, chain: KeptKv | None
     ) -> GroupOptions:
-        group, finish, info = request.groups[index], request.finish or Finish(), self._engine.info
+        """Options that are the same in all groups of a rollout."""
+        finish, info = request.finish or Finish(), self._engine.info
+        sampling = to_engine_sampling(request.sampling, info.max_context_tokens)
+        template = replace(
+            TEMPLATE,
+            cache_salt=request.cache_salt,
+            kept_kv=chain,
+            session_id=request.session_id,
+            speculation=request.speculation,
+            adapter=resolved.adapter,
+            num_top_logprobs=request.top_logprobs or request.num_top_logprobs,
+            logprob_token_ids=tuple(request.logprob_token_ids or ()),
+            raw_logprobs=request.logprobs_mode == "raw_logprobs",
+            support=request.return_support,
+        )
         return GroupOptions(
             owner=request.owner,
-            exact_version=common.resolved.exact_version,
-            adapter=common.resolved.adapter,
-            cache_salt=request.cache_salt,
-            kept_kv=common.chain,
-            session_id=request.session_id,
-            num_top_logprobs=request.top_logprobs or request.num_top_logprobs,
+            exact_version=resolved.exact_version,
+            adapter=resolved.adapter,
+            template=template,
             num_returned_top_logprobs=request.num_returned_top_logprobs,
             stream_tokens=request.stream_tokens,
             answers_top_logprobs=bool(request.top_logprobs),
-            logprob_token_ids=tuple(request.logprob_token_ids or ()),
-            raw_logprobs=request.logprobs_mode == "raw_logprobs",
             support_vocab_size=info.vocab_size if request.return_support else None,
             returns_routed_experts=bool(request.return_routed_experts),
+            sampling=sampling,
+            num_required=finish.num_samples,
+            deadline_seconds=finish.deadline_seconds,
+            echo=request.echo,
+            kv_lease_seconds=None if request.kv is None else request.kv.lease_seconds,
+        )
+
+    def _options(
+        self, request: NewRollout, common: GroupOptions, index: int, prompt: list[int]
+    ) -> GroupOptions:
+        group, room = request.groups[index], self._engine.info.max_context_tokens - len(prompt)
+        # One number per group: groups of equal priority run in the order in which they arrive.
+        priority = self._priority_aging.to_engine_priority(request.priority)
+        return replace(
+            common,
+            template=replace(common.template, priority=priority),
             id=group.id or str(index),
             index=index,
             n=validation.num_samples_of(request, group),
             prompt_token_ids=prompt,
-            sampling=limited(common.sampling, info.max_context_tokens - len(prompt)),
+            sampling=limited(common.sampling, room),
             seed=group.seed,
-            priority=self._priority_aging.to_engine_priority(request.priority),
-            speculation=request.speculation,
-            num_required=finish.num_samples,
-            deadline_seconds=finish.deadline_seconds,
             seeds=group.seeds,
             decode=self._tokenizer.response_text if group.has_text else None,
             parse=self._parse(request, group),
-            echo=request.echo,
-            kv_lease_seconds=None if request.kv is None else request.kv.lease_seconds,
-            continued=common.continued.get(index, ()),
         )
 
     def _parse(self, request: NewRollout, group: NewGroup) -> Parse | None:
@@ -139,37 +163,6 @@ class GroupFactory:
         # Built for the first response, in the tokenizer thread, and kept for the others.
         build = functools.cache(partial(to_chat_request, prompt))
         return partial(self._tokenizer.message, build)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Common:
-    """Options that the groups of a rollout share, and the samples to resume, by group index."""
-
-    resolved: Resolved
-    chain: KeptKv | None
-    sampling: Sampling
-    continued: Mapping[int, Sequence[TokenLists]]
-
-
-def create_tree_group(
-    branching: Branching,
-    options: GroupOptions,
-    source: PromptSource,
-    *,
-    block_size: int,
-    max_lease_seconds: float,
-) -> TreeGroup:
-    prompt_length = len(options.prompt_token_ids)
-    plan = Plan(
-        branching=branching,
-        prompt_length=prompt_length,
-        max_length=prompt_length + options.sampling.max_tokens,
-        block_size=block_size,
-    )
-    if branching.mode != "external":
-        return TreeGroup(options=options, source=source, plan=plan)
-    lease_seconds = min(branching.lease_seconds, max_lease_seconds)
-    return ExternalTree(options=options, source=source, plan=plan, lease_seconds=lease_seconds)
 
 
 def _finish_policy(finish: Finish, group: NewGroup) -> FinishPolicy | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from coppice.wire.columns.token_columns import TokenLists
 from engine.types.chat import ChatResponse
-from engine.types.samples import KeptKv, Sampling
+from engine.types.samples import SampleRequest, Sampling
 
 Decode = Callable[[Sequence[int], int | str | None, Sampling], Awaitable[str]]
 """Detokenizes a response, given its token ids, its stop reason and its sampling parameters."""
@@ -15,36 +15,32 @@ Parse = Callable[[Sequence[int], int | str | None, Sampling], Awaitable[ChatResp
 """Splits a response to messages into its content, reasoning and tool calls; see `Decode`."""
 
 
+TEMPLATE = SampleRequest(id="", prompt_token_ids=(), sampling=Sampling(max_tokens=1))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupOptions:
     """Prompt, sampling parameters and limits of one group (one prompt and its samples).
 
-    `GroupFactory` makes them from the request, its prompt, and what was resolved for it. `owner` to
-    `returns_routed_experts` are the same in all groups of a rollout. With `stream_tokens`, tokens
-    are received while samples run. `num_returned_top_logprobs` are in the responses of compat
-    routes; None: all of them. With `answers_top_logprobs`, the top logprobs are
-    part of the samples' answers. `logprob_token_ids` and `raw_logprobs` are those of
-    `SampleRequest`. With `support_vocab_size`, the size of the vocabulary, supports
-    are returned. After `deadline_seconds` the group ends with the samples as they are. Its first
-    samples resume those in `continued`. `num_required` is the number of samples after which the
-    finish policy ends the group. `seeds` has one seed per sample. With `echo` the answer has the
-    prompt's token ids. A group that was suspended resumes all its samples; `num_given_tokens` are
-    then the numbers of tokens that `continue_from` gave, without those sampled before the
-    suspension.
+    `GroupFactory` makes them from the request, its prompt, and what was resolved for it. `template`
+    has what all engine requests of a group have in common. With `stream_tokens`, tokens are
+    received while samples run. `num_returned_top_logprobs` are in the responses of compat routes;
+    None: all of them. With `answers_top_logprobs`, the top logprobs are part of the samples'
+    answers. With `support_vocab_size`, the size of the vocabulary, supports are returned. After
+    `deadline_seconds` the group ends with the samples as they are. Its first samples resume those
+    in `continued`. `num_required` is the number of samples after which the finish policy ends the
+    group. `seeds` has one seed per sample. With `echo` the answer has the prompt's token ids. A
+    group that was suspended resumes all its samples; `num_given_tokens` are then the numbers of
+    tokens that `continue_from` gave, without those sampled before the suspension.
     """
 
     owner: str = ""
     exact_version: str | None = None
     adapter: str | None = None
-    cache_salt: str | None = None
-    kept_kv: KeptKv | None = None
-    session_id: str | None = None
-    num_top_logprobs: int = 0
+    template: SampleRequest = TEMPLATE
     num_returned_top_logprobs: int | None = None
     stream_tokens: bool = False
     answers_top_logprobs: bool = False
-    logprob_token_ids: tuple[int, ...] = ()
-    raw_logprobs: bool = False
     support_vocab_size: int | None = None
     returns_routed_experts: bool = False
     id: str = ""
@@ -53,8 +49,6 @@ class GroupOptions:
     prompt_token_ids: list[int] = field(default_factory=list)
     sampling: Sampling = Sampling(max_tokens=1)
     seed: int | None = None
-    priority: int = 0
-    speculation: bool = True
     num_required: int | None = None
     deadline_seconds: float | None = None
     seeds: Sequence[int] | None = None

@@ -1,4 +1,4 @@
-"""Requested logprobs of further tokens: their limits, and the arrays of the answers."""
+"""Requested logprobs of the top k or of given token ids: limits, and arrays of the answers."""
 
 import asyncio
 from collections.abc import Sequence
@@ -94,8 +94,8 @@ def table_of(rows: TopLogprobRows) -> TokenLogprobs:
     """Table of the top k at each position, without tokens that the sampling excluded."""
     logprobs, token_ids = rows.logprobs[:, 1:], rows.token_ids[:, 1:]
     is_entry = logprobs > -np.inf
-    return TokenLogprobs.model_construct(
-        offsets=np.concatenate([[0], np.cumsum(is_entry.sum(axis=1))]).astype(np.int64),
+    return TokenLogprobs(
+        offsets=np.concatenate([[0], np.cumsum(is_entry.sum(axis=1))]),
         token_ids=token_ids[is_entry],
         logprobs=logprobs[is_entry],
     )
@@ -125,8 +125,8 @@ def given_table(rows: TopLogprobRows, given: list[list[int]]) -> TokenLogprobs:
     """Table of given token ids, without the padding of `padded_token_ids`."""
     lengths = np.array(list(map(len, given)))
     is_entry = np.arange(rows.logprobs.shape[1] - 1) < lengths[:, None]
-    return TokenLogprobs.model_construct(
-        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+    return TokenLogprobs(
+        offsets=np.concatenate([[0], np.cumsum(lengths)]),
         token_ids=rows.token_ids[:, 1:][is_entry],
         logprobs=rows.logprobs[:, 1:][is_entry],
     )

@@ -14,13 +14,13 @@ from typing import Any
 from coppice.wire.columns.logprobs import PromptLogprobs
 from engine.protocol.generation import Generation
 from service.adapters.manager import AdapterManager
-from service.cluster.membership import ClusterMembership
+from service.cluster.idempotency_claim import IdempotencyClaim
+from service.cluster.idempotency_keys import IdempotencyKeys
 from service.config.limits import LimitsSettings
-from service.errors import DRAINING_RETRY_SECONDS, Draining, RolloutNotFound, ServiceError
+from service.errors import DRAINING_RETRY_SECONDS, Draining, RolloutNotFound
+from service.kv.handles.manager import PromptKvManager
 from service.observability.build import Observability
-from service.prompt_kv.manager import PromptKvManager
 from service.rollouts.admission import Admission, Reservation
-from service.rollouts.idempotency import IdempotencyClaim, IdempotencyKeys
 from service.rollouts.request import NewRollout
 from service.rollouts.result_cache import ResultCache
 from service.rollouts.rollout import Rollout
@@ -40,7 +40,7 @@ class RolloutManager:
         self,
         engine: Generation,
         prompt_kv: PromptKvManager,
-        fleet: ClusterMembership,
+        keys: IdempotencyKeys,
         adapters: AdapterManager,
         admission: Admission,
         factory: RolloutFactory,
@@ -49,15 +49,15 @@ class RolloutManager:
     ) -> None:
         self._engine = engine
         self._prompt_kv = prompt_kv
-        self._fleet = fleet
+        self.keys = keys
         self._adapters = adapters
         self._admission = admission
         self.factory = factory
         self._observability = observability
         self._running: dict[str, Rollout] = {}
-        seconds = limits.keep_answers_seconds
-        self.keys = IdempotencyKeys(max_seconds=seconds, on_released=fleet.release)
-        self._results = ResultCache(max_seconds=seconds, max_bytes=limits.keep_answers_bytes)
+        self._results = ResultCache(
+            max_seconds=limits.keep_answers_seconds, max_bytes=limits.keep_answers_bytes
+        )
         self._tasks: asyncio.TaskGroup | None = None
         self._gate = asyncio.Event()
         self._gate.set()
@@ -101,22 +101,12 @@ class RolloutManager:
         """
         if claim is None:
             return await self._start(request, prompt_scorer, detached=detached)
-        started = self.keys.claim(claim)
+        started = self.keys.find(claim)
         if started is not None:
             return self.get(started, owner=request.owner)
-        try:
-            self._admission.check_open()
-            await self._fleet.claim(claim.cluster_key)
-            try:
-                return await self._start(request, prompt_scorer, detached=True, claim=claim)
-            except ServiceError:
-                # Released before the error is sent: a replica that receives the retry must not find
-                # the claim held by this one.
-                await self._fleet.release_now(claim.cluster_key)
-                raise
-        except BaseException:
-            self.keys.release(claim)
-            raise
+        self._admission.check_open()
+        async with self.keys.claimed(claim):
+            return await self._start(request, prompt_scorer, detached=True, claim=claim)
 
     async def _start(
         self,
@@ -297,8 +287,8 @@ class RolloutManager:
 
     def _on_moved(self, rollout: Rollout) -> None:
         """Keep the address of a moved rollout for the same time as the results of others."""
+        self.keys.handed_over(claim.registry_key for claim in rollout.claims)
         for claim in rollout.claims:
-            self._fleet.claims.discard(claim.cluster_key)
             self.keys.ended(claim)
         rollout.drop_groups()
         rollout.log.clear()

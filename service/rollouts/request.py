@@ -1,4 +1,4 @@
-"""Requests below the routes: what the rollout manager receives from routes and sessions."""
+"""Internal form of a rollout request, as the manager receives it from routes and sessions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

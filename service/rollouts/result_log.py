@@ -22,7 +22,7 @@ from coppice.wire.packed.results import (
     StartRecord,
 )
 from coppice.wire.rollouts import GroupAnswer, GroupHead, SampleAnswer, SegmentAnswer, Usage
-from service.prompt_kv.group_exports import KvState
+from service.kv.handles.group_exports import KvState
 from service.rollouts.fairness import TimeSlice
 from service.rollouts.record_reader import PartialSample, RecordReader, SampleKey
 from service.rollouts.trees.tree_answer import with_num_leaves

@@ -18,17 +18,17 @@ from coppice.wire.rollouts import (
     RunningAnswer,
 )
 from engine.protocol.generation import Generation
+from service.cluster.idempotency_claim import IdempotencyClaim
 from service.cluster.membership import RETRY_AFTER_SECONDS
 from service.errors import ClusterUnavailable, Draining, RedirectToReplica, ServiceError
 from service.http.exception_handlers import to_service_error
+from service.kv.handles.group_exports import NOT_CONTINUED, exporting_group
+from service.kv.handles.manager import PromptKvManager
 from service.log_context import group_id, rollout_id
 from service.observability.build import Observability
-from service.prompt_kv.group_exports import NOT_CONTINUED, exporting_group
-from service.prompt_kv.manager import PromptKvManager
 from service.rollouts.fairness import PER_TURN, TimeSlice, Turns
 from service.rollouts.group import EndReason, Group
 from service.rollouts.group_options import GroupOptions, given_tokens, num_given
-from service.rollouts.idempotency import IdempotencyClaim
 from service.rollouts.record_reader import SampleKey
 from service.rollouts.result_log import ResultLog
 from service.rollouts.suspended_group import resumed

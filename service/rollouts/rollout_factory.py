@@ -8,11 +8,11 @@ from coppice.wire.columns.token_columns import TokenLists
 from coppice.wire.rollouts import WeightsConstraint
 from engine.protocol.generation import Generation
 from service.adapters.manager import AdapterManager
+from service.cluster.idempotency_claim import IdempotencyClaim
 from service.cluster.registry import new_rollout_id
 from service.config.limits import LimitsSettings
 from service.rollouts import logprob_tables, supports, validation
 from service.rollouts.group_factory import GroupFactory
-from service.rollouts.idempotency import IdempotencyClaim
 from service.rollouts.kept_kv import rollout_chain
 from service.rollouts.request import NewRollout, Resolved
 from service.rollouts.rollout import Rollout

@@ -1,4 +1,4 @@
-"""Answer of a sample, made from the engine's completion without the tokens that do not count.
+"""Answer of a sample, and its tokens: those of the engine's completion that count.
 
 A sample that `continue_from` resumes already has tokens; its answer has these, too.
 """
@@ -30,10 +30,14 @@ ROW_BYTES = 256
 
 
 async def create(
-    options: GroupOptions, index: int, result: Completion, finish_reason: FinishReason
+    options: GroupOptions,
+    index: int,
+    tokens: TokenLists,
+    finish_reason: FinishReason,
+    stop_reason: int | str | None,
 ) -> SampleAnswer:
-    tokens = await sample_tokens(options, index, result)
-    stop_reason = result.stop_reason if finish_reason == "stop" else None
+    if finish_reason != "stop":
+        stop_reason = None
     return SampleAnswer(
         **await answer_fields(tokens, SampleAnswer),
         index=index,
@@ -65,7 +69,7 @@ async def new_tokens(
         ),
         support=support_of(result.support, options.support_vocab_size),
         top_logprobs=await _table(result, result.top_logprobs) if top else None,
-        given_logprobs=await _table(result, given) if options.logprob_token_ids else None,
+        given_logprobs=await _table(result, given) if options.template.logprob_token_ids else None,
         routed_experts=None
         if experts is None or experts_from is None
         else RoutedExperts.of(experts_from, experts),

@@ -1,4 +1,4 @@
-"""Supports of sampled tokens, i.e. the sets of token ids that they were sampled from.
+"""Supports of samples: their memory, those of completions, and those of resumed samples.
 
 The engine returns them encoded (`coppice.wire.columns.support`).
 """

@@ -7,7 +7,7 @@ without the suspension, if the same weights are active.
 from dataclasses import replace
 
 from coppice.wire.columns.token_columns import TokenColumns, TokenLists
-from service.prompt_kv.prompt_source import PrefilledPrompt
+from service.rollouts.flat_sampler import FlatSampler
 from service.rollouts.group import Group
 from service.rollouts.group_options import num_given
 from service.rollouts.request import NewRollout
@@ -50,7 +50,7 @@ def resumed(group: Group) -> Group:
             continued=[group.suspended.get(index, NO_TOKENS) for index in indices],
             num_given_tokens=[num_given(options, index) for index in indices],
         ),
-        source=PrefilledPrompt(),
+        sampler=FlatSampler(),
         finish_policy=group.finish_policy,
         end_reason=None if group.end_reason == "suspended" else group.end_reason,
         num_done=group.num_done,

@@ -7,10 +7,10 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from service.auth.access import Caller
+from service.cluster.idempotency_claim import move_key
 from service.cluster.registry import replica_id_of
 from service.errors import KvGone, NotReady, ReplicaGone
 from service.http.bodies import stream_body
-from service.rollouts.idempotency import IdempotencyClaim
 from service.server import Server
 
 
@@ -59,8 +59,8 @@ async def _check_rollout_local(
     if server.rollouts.find(rollout_id) is None:
         if server.move_receiver.is_arriving(rollout_id):
             raise NotReady("the rollout is moving to this replica", retry_after_seconds=1.0)
-        claim = IdempotencyClaim.of_move(caller.name, rollout_id)
-        await server.key_transfers.check_local(rollout_id, claim.cluster_key)
+        key = move_key(rollout_id, caller.name)
+        await server.idempotency_keys.check_local(rollout_id, key)
 
 
 async def _check_session_local(

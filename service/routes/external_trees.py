@@ -5,6 +5,7 @@ from fastapi import APIRouter, Request, Response
 from coppice.wire.branching import BranchRequest
 from coppice.wire.rollouts import BranchAnswer, DropAnswer
 from service.auth.access import Caller, requires_role
+from service.cluster.idempotency_claim import IdempotencyClaim
 from service.errors import (
     IdempotencyInProgress,
     IdempotencyMismatch,
@@ -26,7 +27,6 @@ from service.http.responses import (
     large_response,
     to_json_bytes,
 )
-from service.rollouts.idempotency import IdempotencyClaim
 from service.routes.dependencies import ROLLOUT_LOCAL, ReadyServer
 
 router = APIRouter(prefix="/v1/rollouts/{rollout_id}", dependencies=[ROLLOUT_LOCAL])

@@ -26,7 +26,7 @@ from service.http.responses import (
     declare_responses,
     json_response,
 )
-from service.prompt_kv.http_transfer import MEDIA_TYPE, KvDataResponse
+from service.kv.handles.downloads import MEDIA_TYPE, KvDataResponse
 from service.routes.dependencies import HANDLE_LOCAL, AnyServer
 
 router = APIRouter(prefix="/v1/kv/{handle}", dependencies=[HANDLE_LOCAL])

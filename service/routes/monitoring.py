@@ -8,7 +8,7 @@
 
 from fastapi import APIRouter, Response
 
-from coppice.wire.control import HealthAnswer
+from coppice.wire.status import HealthAnswer
 from service.auth.access import allow_any_key, public
 from service.errors import EngineGone, NotReady
 from service.http.responses import (

@@ -2,7 +2,7 @@
 
 from fastapi import APIRouter, Request, Response
 
-from coppice.wire.control import (
+from coppice.wire.pause import (
     PauseAnswer,
     PauseRequest,
     ResumeRequest,

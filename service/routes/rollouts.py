@@ -18,6 +18,7 @@ from coppice.wire.packed.results import (
 )
 from coppice.wire.rollouts import RolloutAnswer, RolloutRequest, SampleAnswer, SegmentAnswer
 from service.auth.access import Caller, requires_role
+from service.cluster.idempotency_claim import IdempotencyClaim
 from service.errors import (
     Draining,
     EngineGone,
@@ -52,7 +53,6 @@ from service.http.responses import (
     to_json_bytes,
 )
 from service.rollouts.fairness import TimeSlice
-from service.rollouts.idempotency import IdempotencyClaim
 from service.rollouts.request import NewRollout
 from service.rollouts.rollout import Rollout
 from service.routes.dependencies import ROLLOUT_LOCAL, AnyServer

@@ -1,4 +1,4 @@
-"""Route of POST /v1/score."""
+"""Route of POST /v1/score: logprobs of given responses, as JSON or packed."""
 
 from fastapi import APIRouter, Request, Response
 

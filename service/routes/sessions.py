@@ -13,6 +13,7 @@ from coppice.wire.sessions import (
     SessionsRequest,
 )
 from service.auth.access import Caller, requires_role
+from service.cluster.idempotency_claim import IdempotencyClaim
 from service.errors import (
     ClusterUnavailable,
     Draining,
@@ -38,7 +39,6 @@ from service.http.responses import (
     parts_of,
     to_json_bytes,
 )
-from service.rollouts.idempotency import IdempotencyClaim
 from service.routes.dependencies import SESSION_LOCAL, AnyServer
 from service.server import Server
 from service.sessions.session import Session

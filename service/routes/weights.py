@@ -11,9 +11,8 @@ from pathlib import Path
 from fastapi import APIRouter, Request, Response
 from starlette.responses import StreamingResponse
 
-from coppice.weights.checkpoint_files import SINGLE_FILE
-from coppice.wire import weight_transfer
-from coppice.wire.weight_transfer import TransferRequest
+from coppice.wire import cuda_ipc_weights
+from coppice.wire.cuda_ipc_weights import TransferRequest
 from coppice.wire.weights import ActivateRequest, StageRequest
 from engine.weights.ipc_tensors import IpcHandle, IpcTensor, WeightTransfer
 from service.auth.access import requires_role
@@ -46,7 +45,8 @@ from service.http.responses import (
 )
 from service.routes.dependencies import AnyServer, ReadyServer, UploadedFile
 from service.versions import Version
-from service.weights.replication import announcer
+from service.weights.replication import manifests
+from service.weights.stager import IncomingFile
 
 router = APIRouter(prefix="/v1/weights")
 files = APIRouter(prefix="/v1/weights")
@@ -86,20 +86,8 @@ async def upload(
     version: str, request: Request, server: ReadyServer, file: UploadedFile
 ) -> Response:
     number, base = upload_parameters(request.query_params)
-    if base is not None:
-        stored = await server.stager.upload_delta(
-            label(version), base, file.chunks, sequence=number, digest=file.digest
-        )
-    else:
-        stored = await server.stager.upload(
-            label(version),
-            SINGLE_FILE,
-            file.chunks,
-            sequence=number,
-            digest=file.digest,
-            sharded=False,
-        )
-    return _stored_response(*stored)
+    incoming = IncomingFile(label=label(version), sequence=number, digest=file.digest, base=base)
+    return _stored_response(*await server.stager.upload(incoming, file.chunks))
 
 
 @router.put("/{version}/files/{name}", responses=UPLOAD_RESPONSES)
@@ -107,15 +95,14 @@ async def upload(
 async def upload_file(
     version: str, name: str, request: Request, server: ReadyServer, file: UploadedFile
 ) -> Response:
-    stored = await server.stager.upload(
-        label(version),
-        validate_file_name(name),
-        file.chunks,
+    incoming = IncomingFile(
+        label=label(version),
+        name=validate_file_name(name),
         sequence=sequence(request.query_params),
         digest=file.digest,
         sharded=True,
     )
-    return _stored_response(*stored)
+    return _stored_response(*await server.stager.upload(incoming, file.chunks))
 
 
 @router.post("/{version}", responses=STAGE_RESPONSES)
@@ -183,7 +170,7 @@ def _tensors(body: TransferRequest) -> list[IpcTensor]:
     ]
 
 
-def _handle(sent: weight_transfer.IpcHandle) -> IpcHandle:
+def _handle(sent: cuda_ipc_weights.IpcHandle) -> IpcHandle:
     return IpcHandle(
         handle=base64.b64decode(sent.handle),
         offset=sent.offset,
@@ -205,7 +192,7 @@ def _path(version: Version | None, name: str) -> Path | None:
         return None
     if name in version.digests:
         return version.path / name
-    if name == announcer.DELTA and version.delta_sha256 is not None:
+    if name == manifests.DELTA and version.delta_sha256 is not None:
         return version.path / DELTA
     return None
 

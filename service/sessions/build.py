@@ -1,4 +1,4 @@
-"""Composition of agent sessions."""
+"""Composition of agent sessions: their manager, with what it uses of other components."""
 
 from engine.protocol import Engine
 from service.cluster.build import Cluster
@@ -23,7 +23,7 @@ def build_sessions(
         rollouts.tokenizer,
         http.threads,
         cluster.membership,
-        cluster.key_transfers,
+        cluster.idempotency_keys,
         metrics,
         admission=rollouts.admission,
         advertised_url=settings.server.advertised_url,

@@ -7,14 +7,14 @@ import secrets
 from collections.abc import Callable
 
 from coppice.wire.sessions import CacheScope, SessionsFinish, SessionsRequest
+from service.cluster.idempotency_claim import IdempotencyClaim
 from service.cluster.registry import new_rollout_id
 from service.config.sessions import SessionsSettings
 from service.errors import InvalidRequest
-from service.rollouts.idempotency import IdempotencyClaim
+from service.rollouts.trees.token_tree import TokenTree
 from service.sessions.session import Session
 from service.sessions.session_group import SessionGroup
 from service.sessions.store import SessionStore
-from service.sessions.tree import SessionTree
 
 KEY_PREFIX = "coppice_session_"
 
@@ -98,7 +98,7 @@ class SessionFactory:
             max_tokens=min(request.max_tokens_total or max_tokens, max_tokens),
             max_calls=self._settings.max_running_calls,
             num_option_bytes=num_option_bytes,
-            tree=SessionTree(str(index)),
+            tree=TokenTree(str(index)),
         )
 
 

@@ -14,7 +14,7 @@ from itertools import takewhile
 from typing import Any, Literal
 
 from engine.types.chat import ChatRequest
-from service.sessions.segment import Attachment, Segment
+from service.rollouts.trees.segment import Attachment, Segment
 
 Message = Mapping[str, Any]
 Reason = Literal[

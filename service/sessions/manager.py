@@ -17,7 +17,8 @@ from coppice.wire.sessions import (
     SessionStart,
     SessionState,
 )
-from service.cluster.key_transfers import KeyTransfers
+from service.cluster.idempotency_claim import IdempotencyClaim, move_key
+from service.cluster.idempotency_keys import IdempotencyKeys
 from service.cluster.membership import RETRY_AFTER_SECONDS, ClusterMembership
 from service.cluster.registry import replica_id_of
 from service.config.sessions import SessionsSettings
@@ -27,14 +28,12 @@ from service.errors import (
     Draining,
     Overloaded,
     QuotaExceeded,
-    ServiceError,
     SessionClosed,
     SessionNotFound,
 )
 from service.fair_threads import FairThreads
 from service.observability.session_metrics import SessionMetrics
 from service.rollouts.admission import Admission
-from service.rollouts.idempotency import IdempotencyClaim, IdempotencyKeys
 from service.rollouts.manager import RolloutManager
 from service.rollouts.tokenizer import Tokenizer
 from service.sessions.call import SessionCall
@@ -42,7 +41,7 @@ from service.sessions.factory import SessionFactory, SessionKeys
 from service.sessions.kv_release import KvReleaseQueue, Release
 from service.sessions.recording import CallServices
 from service.sessions.session import Session
-from service.sessions.session_group import SessionGroup, moved_key
+from service.sessions.session_group import SessionGroup
 from service.sessions.store import RETRY_SECONDS, SessionStore, StreamItem
 
 log = logging.getLogger(__name__)
@@ -66,7 +65,7 @@ class SessionManager:
         tokenizer: Tokenizer,
         threads: FairThreads,
         cluster: ClusterMembership,
-        transfers: KeyTransfers,
+        keys: IdempotencyKeys,
         metrics: SessionMetrics,
         *,
         admission: Admission,
@@ -83,17 +82,14 @@ class SessionManager:
         self._base_url = advertised_url
         self._clock = clock
         self._session_keys = SessionKeys()
-        self.keys = IdempotencyKeys(
-            max_seconds=keep_seconds, on_released=cluster.release, clock=clock
-        )
+        self.keys = keys
         self.store = SessionStore(
             keep_seconds=keep_seconds,
             max_bytes=settings.max_bytes,
             on_drop=metrics.dropped.inc,
-            release=cluster.release,
+            release=keys.unregister,
             clock=clock,
         )
-        self._transfers = transfers
         self._lookups = asyncio.Semaphore(MAX_LOOKUPS)
         self.kv_releases = KvReleaseQueue(release_kv, track=self._track)
         self.factory = SessionFactory(settings, self.store, cluster.own_id, clock)
@@ -142,19 +138,11 @@ class SessionManager:
         """Create the sessions of a request, or find those that the same request has created."""
         if claim is None:
             return self._create(request, owner, None)
-        known = self.keys.claim(claim)
+        known = self.keys.find(claim)
         if known is not None:
             return self._answer(self.store.group(owner, known))
-        try:
-            await self._cluster.claim(claim.cluster_key)
-            try:
-                return self._create(request, owner, claim)
-            except ServiceError:
-                await self._cluster.release_now(claim.cluster_key)
-                raise
-        except BaseException:
-            self.keys.release(claim)
-            raise
+        async with self.keys.claimed(claim):
+            return self._create(request, owner, claim)
 
     def _create(
         self, request: SessionsRequest, owner: str, claim: IdempotencyClaim | None
@@ -213,16 +201,16 @@ class SessionManager:
             return
         async with self._lookups:
             if replica_id == self._cluster.own_id or self._cluster.find(replica_id) is not None:
-                await self._transfers.check_local(session_id, moved_key(session_id))
+                await self.keys.check_local(session_id, move_key(session_id))
             else:
-                holder = await self._transfers.check_holder(moved_key(session_id))
+                holder = await self.keys.check_holder(move_key(session_id))
                 if holder == self._cluster.own_id or not self._cluster.is_settled:
                     raise ClusterUnavailable(retry_after_seconds=RETRY_AFTER_SECONDS)
 
     async def check_group_local(self, group_id: str, *, owner: str) -> None:
         """Redirect to the replica that has a group, if it is another one."""
         if self.store.find_group(owner, group_id) is None:
-            await self._transfers.check_local(group_id, moved_key(group_id, owner))
+            await self.keys.check_local(group_id, move_key(group_id, owner))
 
     def call(self, session_id: str, api: AgentApi) -> SessionCall:
         """A new call of the agent, whose key was checked."""

@@ -12,8 +12,8 @@ from typing import Literal
 from engine.types.chat import ChatRequest
 from service.fair_threads import FairThreads
 from service.rollouts.tokenizer import Tokenizer, num_template_chars
+from service.rollouts.trees.token_tree import TokenTree
 from service.sessions.history import Conversations, Match, RecordedCall
-from service.sessions.tree import SessionTree
 
 History = Literal["sampled", "template"]
 Fallback = Literal["template", "no_turn_end"]
@@ -34,7 +34,7 @@ class ChatPrompt:
 async def chat_prompt(
     tokenizer: Tokenizer,
     threads: FairThreads,
-    tree: SessionTree,
+    tree: TokenTree,
     conversations: Conversations,
     chat_request: ChatRequest,
     history: History = "sampled",
@@ -62,7 +62,7 @@ async def chat_prompt(
 
 
 async def _continued(
-    tokenizer: Tokenizer, tree: SessionTree, chat_request: ChatRequest, match: Match
+    tokenizer: Tokenizer, tree: TokenTree, chat_request: ChatRequest, match: Match
 ) -> list[int] | None:
     """Tokens of the matched call and what follows; None if its end cannot be found."""
     segment = match.call.segment
@@ -74,7 +74,7 @@ async def _continued(
 
 
 async def continued_text(
-    tokenizer: Tokenizer, tree: SessionTree, call: RecordedCall, text: str
+    tokenizer: Tokenizer, tree: TokenTree, call: RecordedCall, text: str
 ) -> list[int]:
     """Tokens of a recorded call as far as the agent has received their text, and then a text."""
     tokens = tree.token_ids(call.segment)

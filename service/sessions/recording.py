@@ -21,9 +21,9 @@ from service.rollouts.logprob_tables import to_table
 from service.rollouts.manager import RolloutManager
 from service.rollouts.rollout import Rollout
 from service.rollouts.tokenizer import Tokenizer
+from service.rollouts.trees.segment import Attachment, Segment
 from service.sessions.history import ASSISTANT, Match, RecordedCall, TextMatch, attachment_reason
 from service.sessions.prompts import Fallback
-from service.sessions.segment import Attachment, Segment
 from service.sessions.session import RunningCall, Session
 
 log = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ class CallRecorder:
             segment=segment.id,
             attached=attachment.attached,
             reason=self._reason(attachment),
-            num_prompt_tokens=attachment.num_prompt_tokens,
+            num_prompt_tokens=attachment.parent.end,
             num_cached_tokens=segment.num_cached_tokens,
             num_new_context_tokens=attachment.num_new_context_tokens,
             finish_reason=sample.finish_reason,

@@ -24,9 +24,9 @@ from service.errors import (
     SessionExhausted,
 )
 from service.rollouts.rollout import Rollout
+from service.rollouts.trees.segment import Attachment
+from service.rollouts.trees.token_tree import TokenTree
 from service.sessions.history import Conversations
-from service.sessions.segment import Attachment
-from service.sessions.tree import SessionTree
 
 RETRY_SECONDS = 1.0
 SESSION_BYTES = 8192
@@ -79,7 +79,7 @@ class Session:
     max_tokens: int
     max_calls: int
     num_option_bytes: int
-    tree: SessionTree
+    tree: TokenTree
     conversations: Conversations = field(default_factory=Conversations)
     state: SessionState = "open"
     end_reason: SessionEndReason | None = None

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from coppice.wire.sessions import SessionsEndRecord, SessionsFinish, SessionsRequest
+from service.cluster.idempotency_claim import IdempotencyClaim, move_key
 from service.cluster.registry import Replica
-from service.rollouts.idempotency import IdempotencyClaim
 from service.sessions.session import Session
 
 
@@ -63,23 +63,15 @@ class SessionGroup:
     is_offered: bool = False
 
     @property
-    def cluster_keys(self) -> list[str]:
+    def registry_keys(self) -> list[str]:
         """Keys in the cluster registry that name the replica of the group."""
-        claims = [] if self.claim is None else [self.claim.cluster_key]
-        return [moved_key(self.id, self.owner), *claims]
+        claims = [] if self.claim is None else [self.claim.registry_key]
+        return [move_key(self.id, self.owner), *claims]
 
     @property
     def has_finished(self) -> bool:
         """True if as many sessions have finished as the group needs."""
         return self.num_finished >= (self.finish.num_sessions or math.inf)
-
-
-def moved_key(resource_id: str, owner: str = "") -> str:
-    """Cluster key that names the replica to which a session or a group was moved.
-
-    That of a session has no owner, whom an agent does not know.
-    """
-    return IdempotencyClaim.of_move(owner, resource_id).cluster_key
 
 
 def sequence_of(session: Session) -> int:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from coppice.wire.sessions import SessionsEndRecord, SessionsProgressRecord
+from service.cluster.idempotency_claim import move_key
 from service.cluster.registry import Replica
 from service.errors import Overloaded, RedirectToReplica, SessionNotFound
 from service.sessions.session import Session
@@ -14,7 +15,6 @@ from service.sessions.session_group import (
     EndedSessions,
     SessionGroup,
     end_record,
-    moved_key,
     sequence_of,
 )
 
@@ -233,7 +233,7 @@ class SessionStore:
             group.num_open += 1
             for ended in (group.ended, self._ended_of[group.owner]):
                 ended.sessions = [each for each in ended.sessions if each is not session]
-        self._release(moved_key(session.id))
+        self._release(move_key(session.id))
 
     def drop_remaining(self, group: SessionGroup) -> None:
         """Do not wait for the sessions that the source of a group has not sent."""
@@ -287,7 +287,7 @@ class SessionStore:
     def _drop_oldest(self) -> None:
         session_id, (_, session) = self._ended.popitem(last=False)
         self.num_bytes -= self._sizes.pop(session_id)
-        self._release(moved_key(session_id))
+        self._release(move_key(session_id))
         group = self.group_of(session)
         for ended in (group.ended, self._ended_of[session.owner]):
             if ended.sessions[:1] == [session]:  # the oldest of all is the oldest of its group
@@ -302,7 +302,7 @@ class SessionStore:
 
     def _drop_group(self, group: SessionGroup) -> None:
         del self._groups[group.owner, group.id]
-        self._release(moved_key(group.id, group.owner))
+        self._release(move_key(group.id, group.owner))
         for session_id in group.keys:
             self._keys.pop(session_id, None)
 

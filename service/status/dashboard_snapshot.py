@@ -7,7 +7,7 @@ bounded, whatever the server runs: the MAX_ constants are the bounds.
 import heapq
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -15,22 +15,20 @@ from prometheus_client import CollectorRegistry
 
 from engine.protocol.generation import Generation
 from engine.types.feature_stats import SpeculationStats
-from service.prompt_kv.handle import Handle
-from service.prompt_kv.manager import PromptKvManager
+from service.kv.handles.handle import Handle
+from service.kv.handles.manager import PromptKvManager
 from service.rollouts.group import Group
 from service.rollouts.rollout import Rollout
-from service.rollouts.trees.path_request import Path
-from service.rollouts.trees.tree_group import TreeGroup
+from service.rollouts.trees.tree_paths import TreePaths
 from service.server import Server
 from service.status.session_snapshot import session_snapshots
 from service.status.status import status
+from service.status.tree_snapshot import RunningPath, spans_of, tree_snapshot
 
 MAX_ROLLOUTS = 20
 MAX_GROUPS = 24  # of one rollout
 MAX_SAMPLES = 64  # of one group
-MAX_SEGMENTS = 256  # of one tree, running paths included
 MAX_ROWS = 1024  # samples, segments and running paths of all rollouts and sessions
-MAX_SPANS = 16  # of one sample or segment
 MAX_LEASES = 8
 MAX_VERSIONS = 12
 INTERVAL_SECONDS = 1.0
@@ -103,8 +101,7 @@ def snapshot(server: Server) -> dict[str, Any]:
             server.sessions.open_sessions(),
             server.engine,
             server.sessions.now(),
-            take_rows=rows.take,
-            spans=_spans,
+            rows.take,
         ),
     }
 
@@ -156,10 +153,10 @@ def _kv_arena(prompt_kv: PromptKvManager) -> dict[str, Any]:
     leases = [
         {
             "owner": handle.owner,
-            "version": handle.slot.layout.version,
-            "tokens": handle.slot.layout.num_tokens,
-            "num_bytes": handle.slot.layout.file_bytes,
-            "readers": handle.slot.pins,
+            "version": handle.entry.layout.version,
+            "tokens": handle.entry.layout.num_tokens,
+            "num_bytes": handle.entry.layout.file_bytes,
+            "readers": handle.entry.pins,
             "lease_seconds": handle.remaining_seconds if handle.has_started else None,
         }
         for handle in heapq.nsmallest(MAX_LEASES, prompt_kv.handles, key=_expiry_key)
@@ -182,7 +179,7 @@ def _rollout(engine: Generation, rollout: Rollout, rows: _Rows) -> dict[str, Any
 
 
 def _group(engine: Generation, group: Group, rows: _Rows) -> dict[str, Any]:
-    is_tree = isinstance(group, TreeGroup)
+    paths = group.sampler.paths
     return {
         "index": group.options.index,
         "n": group.options.n,
@@ -190,8 +187,8 @@ def _group(engine: Generation, group: Group, rows: _Rows) -> dict[str, Any]:
         "max_tokens": group.options.sampling.max_tokens,
         "running": group.num_running,
         "done": group.num_done,
-        "samples": [] if is_tree else _samples(engine, group, rows),
-        "tree": _tree(engine, group, rows) if isinstance(group, TreeGroup) else None,
+        "samples": _samples(engine, group, rows) if paths is None else [],
+        "tree": None if paths is None else _tree(engine, group, paths, rows),
     }
 
 
@@ -203,7 +200,7 @@ def _samples(engine: Generation, group: Group, rows: _Rows) -> list[dict[str, An
             "index": sample.index,
             "tokens": len(sample.token_ids),
             "finish_reason": sample.finish_reason,
-            "versions": _spans((s.version, s.end - s.start) for s in sample.versions),
+            "versions": spans_of((s.version, s.end - s.start) for s in sample.versions),
         }
         for sample in ended
     ]
@@ -220,55 +217,26 @@ def _running_samples(engine: Generation, group: Group, number: int) -> list[dict
             "index": index,
             "tokens": sum(tokens for _, tokens in spans),
             "finish_reason": None,
-            "versions": _spans(spans),
+            "versions": spans_of(spans),
         }
         for index, found in zip(indices, progress, strict=True)
         for spans in [group.prior_spans(index) + [(s.version, s.end - s.start) for s in found]]
     ]
 
 
-def _tree(engine: Generation, group: TreeGroup, rows: _Rows) -> dict[str, Any]:
-    """Live-page data of a tree: its segments except dropped ones, parents before children."""
-    segments = group.tree.segments()
-    shown = segments[: rows.take(min(MAX_SEGMENTS, len(segments)))]
-    known = {segment.id for segment in shown} | {None}
-    paths = [path for path in group.running_paths if path.parent_id in known]
-    left = rows.take(min(MAX_SEGMENTS - len(shown), len(paths)))
-    return {
-        "segments": [
-            {
-                "id": segment.id,
-                "parent": segment.parent,
-                "tokens": len(segment.tokens.token_ids),
-                "finish_reason": segment.finish,
-                "versions": _spans((s.version, s.end - s.start) for s in segment.tokens.versions),
-                "kv": group.exports is not None and group.exports.state(segment.id).kv is not None,
-            }
-            for segment in shown
-        ],
-        "num_segments": len(segments),
-        "running": _running_paths(engine, paths[:left]),
-        "num_running": len(group.running_paths),
-    }
-
-
-def _running_paths(engine: Generation, paths: Sequence[Path]) -> list[dict[str, Any]]:
-    progress = engine.progress([path.id for path in paths])
-    return [
-        {
-            "path": path.name,
-            "parent": path.parent_id,
-            "tokens": spans[-1].end if spans else 0,
-            "limit": path.bounds.limit,
-            "versions": _spans((s.version, s.end - s.start) for s in spans),
-        }
-        for path, spans in zip(paths, progress, strict=True)
+def _tree(engine: Generation, group: Group, paths: TreePaths, rows: _Rows) -> dict[str, Any]:
+    """Live-page data of a tree, without the segments that were dropped."""
+    exports = group.exports
+    running = [
+        RunningPath(path.id, path.name, path.parent_id, path.bounds.limit)
+        for path in paths.running.values()
     ]
-
-
-def _spans(spans: Iterable[tuple[str, int]]) -> list[dict[str, Any]]:
-    """The first spans; the tokens of those beyond `MAX_SPANS` are one span without a version."""
-    whole = list(spans)
-    shown = [{"version": version, "tokens": tokens} for version, tokens in whole[:MAX_SPANS]]
-    rest = sum(tokens for _, tokens in whole[MAX_SPANS:])
-    return [*shown, {"version": None, "tokens": rest}] if rest else list[dict[str, Any]](shown)
+    tree = tree_snapshot(
+        engine,
+        paths.tree.by_id.values(),
+        paths.tree.num_segments,
+        running,
+        rows.take,
+        has_kv=lambda each: exports is not None and exports.state(each.id).kv is not None,
+    )
+    return {**tree, "num_running": len(running)}

@@ -7,8 +7,8 @@ values that could be secret or a path.
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from coppice.wire.control import FeatureStatus
-from service.prompt_kv.arena import MIN_DEFAULT_BYTES
+from coppice.wire.status import FeatureStatus
+from service.kv.arena import MIN_DEFAULT_BYTES
 
 if TYPE_CHECKING:
     from service.server import Server
@@ -49,8 +49,9 @@ def _feature(name: str, enabled: object, reason: str, how: str) -> FeatureStatus
 
 def _prompt_kv(server: "Server") -> FeatureStatus:
     kv, setting = server.prompt_kv, server.settings.engine.prompt_kv
-    if kv.reason is None and kv.arena is not None:
-        reason = f"up to {kv.arena.num_bytes // MIB} MiB of shared memory, taken as it is used"
+    if kv.reason is None:
+        num_mib = kv.store.extents.capacity_bytes // MIB
+        reason = f"up to {num_mib} MiB of shared memory, taken as it is used"
         return _feature("prompt_kv", True, reason, "engine.prompt_kv: false")
     if kv.reason != "disabled":
         return _feature("prompt_kv", False, OFF.get(kv.reason or "internal", "it failed"), "")
@@ -71,7 +72,7 @@ def _one_machine(server: "Server") -> str:
 
 
 def _kv_reuse(server: "Server") -> FeatureStatus:
-    reason = server.kv_reuse.cache.reason
+    reason = server.kv_reuse.spans.reason
     if reason is None:
         return _feature("kv_reuse", True, "spans of prompts can be spliced", "kv.spans_bytes: 0")
     if server.prompt_kv.reason is not None:

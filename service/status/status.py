@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from coppice.wire.control import EngineStatus, StartPhase, StatusAnswer
+from coppice.wire.status import EngineStatus, StartPhase, StatusAnswer
 from engine.protocol.engine_state import EngineState
 from engine.protocol.features import DRAFT_MODEL
 from engine.types.feature_stats import (
@@ -16,7 +16,7 @@ from engine.types.info import EngineHealth
 from service import __version__
 from service.cluster.membership import ClusterMembership
 from service.errors import ServiceError
-from service.kv_reuse.manager import KvReuseManager
+from service.kv.spans.manager import KvReuseManager
 from service.observability.kv_metrics import KvReuseMetrics
 from service.observability.metrics import ClusterMetrics, WeightMetrics
 from service.server import Server
@@ -89,11 +89,11 @@ def _update_weights(metrics: WeightMetrics, server: Server) -> None:
 
 
 def _update_kv_reuse(metrics: KvReuseMetrics, kv_reuse: KvReuseManager) -> None:
-    cache, anchors = kv_reuse.cache, kv_reuse.anchors
-    metrics.observations.set(anchors.num_anchors)
+    cache, observations = kv_reuse.spans, kv_reuse.observations
+    metrics.observations.set(observations.num_observations)
     metrics.spans.set(cache.num_spans)
     metrics.bytes.set(cache.num_bytes)
-    metrics.observation_outcomes.update_all(anchors.num_by_outcome)
+    metrics.observation_outcomes.update_all(observations.num_by_outcome)
 
 
 def _update_cluster(metrics: ClusterMetrics, cluster: ClusterMembership) -> None:

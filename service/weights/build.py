@@ -6,7 +6,7 @@ from engine.protocol import Engine
 from service.checkpoint_store import CheckpointStore
 from service.cluster.build import Cluster
 from service.config.settings import Settings
-from service.kv_reuse.build import Kv
+from service.kv.build import Kv
 from service.observability.metrics import Metrics
 from service.rollouts.build import Rollouts
 from service.state_changes import StateChanges
@@ -15,8 +15,8 @@ from service.weights.activation import Activation
 from service.weights.drafter import DrafterManager
 from service.weights.replication.announcer import Announcer
 from service.weights.replication.coordinator import ActivationCoordinator
-from service.weights.replication.downloader import WeightsDownloader
-from service.weights.replication.follower import Follower
+from service.weights.replication.downloads import Downloads
+from service.weights.replication.reconciler import Reconciler
 from service.weights.replication.status import ReplicationStatus
 from service.weights.stager import WeightStager
 from service.weights.transfers import WeightTransfers
@@ -29,7 +29,7 @@ class Weights:
     stager: WeightStager
     drafters: DrafterManager
     activation: Activation
-    follower: Follower
+    reconciler: Reconciler
     coordinator: ActivationCoordinator
     transfers: WeightTransfers
     replication: ReplicationStatus
@@ -46,8 +46,8 @@ def build_weights(
     kv: Kv,
     rollouts: Rollouts,
 ) -> Weights:
-    fleet, stored = cluster.membership, settings.weights
-    announcer = Announcer(fleet, versions)
+    fleet, status, stored = cluster.membership, cluster.replica_status, settings.weights
+    announcer = Announcer(fleet, versions, status)
     stager = WeightStager(engine, versions, checkpoints, announcer, metrics.weights, stored)
     activation = Activation(
         engine,
@@ -60,16 +60,14 @@ def build_weights(
         metrics,
         max_lease_seconds=settings.limits.max_lease_seconds,
     )
-    downloader = WeightsDownloader(stager, checkpoints, stored, metrics.weights)
-    follower = Follower(
-        fleet, versions, stager, downloader, announcer, activation, cluster.replica_status
-    )
-    coordinator = ActivationCoordinator(fleet, versions, activation, follower, changes, stored)
+    downloads = Downloads(fleet, versions, stager, checkpoints, status, stored, metrics.weights)
+    reconciler = Reconciler(fleet, versions, stager, downloads, announcer, activation, status)
+    coordinator = ActivationCoordinator(fleet, versions, activation, reconciler, changes, stored)
     return Weights(
         stager=stager,
         drafters=DrafterManager(engine, checkpoints),
         activation=activation,
-        follower=follower,
+        reconciler=reconciler,
         coordinator=coordinator,
         transfers=WeightTransfers(versions, stager, activation, changes),
         replication=ReplicationStatus(fleet, versions),

@@ -30,8 +30,8 @@ class _Request:
 class IdleWait:
     """Wait of one activation until no rollout is sampling, which other requests can end.
 
-    Before its end the activation has changed nothing. Requests are ordered, because the follower
-    repeats the activation of a target, which must not replace a later activation.
+    Before its end the activation has changed nothing. Requests are ordered, because a replica
+    repeats the activation of the cluster's target, which must not replace a later activation.
     """
 
     def __init__(self, rollouts: RolloutManager) -> None:

@@ -15,12 +15,11 @@ from engine.errors import EngineError, LoadFailed, MemoryUnavailable
 from engine.protocol.weights import Weights
 from engine.types.samples import WEIGHTS, PauseMode, SleepLevel, SleepTag
 from service.errors import Asleep, ServiceError
+from service.kv.handles.manager import PromptKvManager
 from service.observability.metrics import ServerMetrics
-from service.prompt_kv.manager import PromptKvManager
 from service.rollouts.manager import RolloutManager
 from service.versions import Versions
-from service.weights.engine_pauses import EnginePauses
-from service.weights.pauses import Pause
+from service.weights.pauses import Pause, Pauses
 
 WAKE_RETRY_SECONDS: Final = 2.0
 """Time until a wake at the end of a lease is repeated, if another process uses the memory."""
@@ -41,7 +40,7 @@ class Sleep:
         versions: Versions,
         rollouts: RolloutManager,
         prompt_kv: PromptKvManager,
-        pauses: EnginePauses,
+        pauses: Pauses,
         metrics: ServerMetrics,
         *,
         on_restored: Callable[[str], None],
@@ -95,11 +94,11 @@ class Sleep:
             else:
                 await self._pauses.start(owner, "sleep", mode, lease_seconds, recompute=True)
                 await self._fall_asleep(owner, level, tags)
-            self._pauses.table.start(owner, lease_seconds, kind="sleep")
+            self._pauses.put(owner, "sleep", lease_seconds)
             self._is_overdue = False
 
     def _check_same_sleep(self, owner: str, level: SleepLevel, tags: AbstractSet[SleepTag]) -> None:
-        if not self._pauses.table.has(owner, "sleep"):
+        if not self._pauses.has(owner, "sleep"):
             raise Asleep("the engine sleeps for another API key")
         if (level, tags) != (self._level, self._sleeping):
             raise Asleep(
@@ -112,10 +111,10 @@ class Sleep:
     ) -> None:
         began = self._clock()
         try:
-            await self._prompt_kv.before_weights_update()
+            await self._prompt_kv.exports.before_weights_update()
             await self._engine.sleep(level, tags)
         except (LoadFailed, ServiceError) as error:
-            self._pauses.table.end(owner, "sleep")
+            self._pauses.remove("sleep", owner)
             await self._pauses.resume_unless_paused()
             if isinstance(error, LoadFailed):
                 raise Asleep(f"level 2 is not possible: {error}") from error
@@ -132,16 +131,16 @@ class Sleep:
         This also ends a sleep in mode `wait` whose samples still run.
         """
         if not self._sleeping:
-            self._pauses.end("sleep", None if is_for_all else owner)
+            self._pauses.remove("sleep", None if is_for_all else owner)
         async with self._pauses.lock:
-            if self._sleeping and not (is_for_all or self._pauses.table.has(owner, "sleep")):
+            if self._sleeping and not (is_for_all or self._pauses.has(owner, "sleep")):
                 raise Asleep("the engine sleeps for another API key")
             try:
                 await self._wake(tags)
             except MemoryUnavailable as error:
                 raise Asleep(f"{error}; the engine still sleeps: repeat the call later") from error
             if not self._sleeping:
-                self._pauses.table.end_all("sleep")
+                self._pauses.remove("sleep", None)
                 await self._pauses.resume_unless_paused()
 
     async def _wake(self, tags: AbstractSet[SleepTag]) -> None:
@@ -174,15 +173,15 @@ class Sleep:
 
     async def _end_leases(self) -> None:
         while True:
-            await self._pauses.table.wait_until_one_ends()
+            await self._pauses.wait_until_one_ends()
             async with self._pauses.lock:
                 await self._end_due_pauses()
 
     async def _end_due_pauses(self) -> None:
-        for pause in self._pauses.table.ended():
+        for pause in self._pauses.ended():
             self._record_lease_end(pause)
             if pause.kind == "pause" or await self._wake_after_lease(pause):
-                self._pauses.table.end(pause.owner, pause.kind)
+                self._pauses.remove(pause.kind, pause.owner)
         try:
             await self._pauses.resume_unless_paused()
         except EngineError as error:
@@ -202,7 +201,7 @@ class Sleep:
             await self._wake(self._sleeping)
         except MemoryUnavailable as error:
             log.warning("the engine sleeps beyond the end of its lease: %s", error)
-            self._pauses.table.start(sleep.owner, WAKE_RETRY_SECONDS, kind="sleep")
+            self._pauses.put(sleep.owner, "sleep", WAKE_RETRY_SECONDS)
             return False
         except EngineError as error:
             log.error("the engine was not woken at the end of a sleep: %s", error)

@@ -10,10 +10,9 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from coppice.weights import checkpoint_files
 from coppice.weights.checkpoint_files import INDEX, SINGLE_FILE
 from engine.errors import CheckpointRefused
 from engine.protocol.weights import Weights
@@ -22,15 +21,15 @@ from engine.weights.magnitudes import UNKNOWN, Magnitudes, MagnitudeScan
 from service.checkpoint_store import (
     DELTA,
     CheckpointStore,
-    IncomingFile,
     Upload,
-    hashed,
+    check_same_files,
     missing_files,
     num_bytes_of,
     sha256_of,
+    with_sha256,
 )
 from service.config.settings import WeightsSettings
-from service.errors import BaseUnavailable, PathRefused, VersionConflict, WeightsRefused
+from service.errors import BaseUnavailable, VersionConflict, WeightsRefused
 from service.observability.metrics import WeightMetrics
 from service.versions import Version, Versions
 from service.weights.replication.announcer import Announcer
@@ -39,6 +38,23 @@ ABANDONED_SECONDS = 3600.0
 """Age of the last file of an incomplete version after which the next upload deletes it."""
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IncomingFile:
+    """File of a version that is uploaded; with `base` it is a delta relative to that version.
+
+    `digest` is the Content-Digest header. `announced` is set if the version is fetched from another
+    replica, which has published it.
+    """
+
+    label: str
+    sequence: int | None
+    digest: str | None
+    name: str = SINGLE_FILE
+    sharded: bool = False
+    base: str | None = None
+    announced: bool = False
 
 
 class WeightStager:
@@ -66,50 +82,24 @@ class WeightStager:
         self._num_uploads = Counter[str]()
 
     async def upload(
-        self,
-        label: str,
-        name: str,
-        chunks: AsyncIterator[bytes],
-        *,
-        sequence: int | None,
-        digest: str | None,
-        sharded: bool,
-        announced: bool = False,
+        self, file: IncomingFile, chunks: AsyncIterator[bytes]
     ) -> tuple[Version, bool]:
         """Add an uploaded file to a version; returns the version and whether the file is new.
 
         The version that is returned has the checksum of the received file, also of a shard.
-        `announced` is set if the version was fetched from another replica, which published it.
         """
-        self._check_sequence(label, sequence)
-        with self._uploading(label):
+        self._versions.sequence_for(file.label, file.sequence)
+        if file.base is not None:
+            return await self._upload_delta(file, file.base, chunks)
+        with self._uploading(file.label):
             self._delete_abandoned()
-            upload, scan = await self._receive(chunks, digest, sharded=sharded)
-            try:
-                async with self._change_lock, self._delete_unless_listed(label):
-                    version, is_new = await self._add(
-                        label,
-                        name,
-                        upload,
-                        sequence=sequence,
-                        sharded=sharded,
-                        announced=announced,
-                        magnitudes=scan.magnitudes,
-                    )
-                    return replace(version, xxh3_128=upload.xxh3_128), is_new
-            finally:
-                self._checkpoints.discard(upload)
-
-    async def _receive(
-        self, chunks: AsyncIterator[bytes], digest: str | None, *, sharded: bool
-    ) -> tuple[IncomingFile, MagnitudeScan]:
-        """Receive a file, and find the magnitudes of its tensors unless it is a shard."""
-        scan = MagnitudeScan()
-        if sharded:
-            return await self._checkpoints.receive(chunks, digest), scan
-        if digest is None and not self._announcer.publishes:
-            return await self._checkpoints.receive_unhashed(chunks, scan.update), scan
-        return await self._checkpoints.receive(chunks, digest, scan.update), scan
+            scan = MagnitudeScan()
+            observers = () if file.sharded else (scan.update,)
+            hashes = file.sharded or self._announcer.publishes
+            upload = await self._checkpoints.receive(chunks, file.digest, *observers, hashes=hashes)
+            async with self._adding(file.label, upload):
+                version, is_new = await self._add(file, upload, scan.magnitudes)
+                return replace(version, xxh3_128=upload.xxh3_128), is_new
 
     @contextmanager
     def _uploading(self, label: str) -> Iterator[None]:
@@ -130,31 +120,28 @@ class WeightStager:
                 log.info("%s is deleted: its upload was not completed", version.label)
                 self._drop(version.label)
 
-    async def upload_delta(
-        self,
-        label: str,
-        base: str,
-        chunks: AsyncIterator[bytes],
-        *,
-        sequence: int | None,
-        digest: str | None,
-        announced: bool = False,
+    async def _upload_delta(
+        self, file: IncomingFile, base: str, chunks: AsyncIterator[bytes]
     ) -> tuple[Version, bool]:
-        """Stage a version from an uploaded delta; returns the version and whether it is new.
+        """Stage a version of one complete file from an uploaded delta.
 
-        The result is a version of one complete file. The base cannot be deleted meanwhile, because
-        changes are serialized.
+        The base cannot be deleted while the delta is applied, because changes are serialized.
         """
-        self._check_sequence(label, sequence)
         async with self._change_lock:
             await self._compute_digest(base)
-        self._get_base(base)
-        delta = await self._checkpoints.receive(chunks, digest)
-        try:
-            async with self._change_lock, self._delete_unless_listed(label):
-                return await self._add_from_delta(label, base, delta, sequence, announced)
-        finally:
-            self._checkpoints.discard(delta)
+        self._versions.get_base(base)
+        delta = await self._checkpoints.receive(chunks, file.digest)
+        async with self._adding(file.label, delta):
+            version = self._versions.get_base(base)
+            lineage = await self._checkpoints.lineage(delta)
+            if version.digests[SINGLE_FILE] != lineage.base:
+                raise BaseUnavailable(f"the delta is not relative to the weights of {base!r} here")
+            path = version.path / SINGLE_FILE
+            whole = await self._checkpoints.apply_delta_to(path, delta, lineage.result)
+            try:
+                return await self._add(file, whole, delta=delta)
+            finally:
+                self._checkpoints.discard(whole)
 
     async def stage_path(
         self,
@@ -171,20 +158,20 @@ class WeightStager:
         """
         directory = self._checkpoints.resolve_allowed(path)
         if fingerprint is not None:
-            await asyncio.to_thread(_check_same_files, directory, fingerprint)
+            await asyncio.to_thread(check_same_files, directory, fingerprint)
         async with self._change_lock:
             existing = self._versions.find(label)
             given = (directory, fingerprint)
             is_repeated = existing is not None and (existing.path, existing.fingerprint) == given
             if existing is not None and is_repeated and fingerprint is not None:
-                self._check_sequence(label, sequence)
+                self._versions.sequence_for(label, sequence)
                 return existing
             self._check_new(label, sequence)
             await self._check(directory)
             return await self._finish_staging(
                 Version(
                     label=label,
-                    sequence=self._sequence(label, sequence),
+                    sequence=self._versions.sequence_for(label, sequence),
                     state="staged",
                     path=directory,
                     num_bytes=num_bytes_of(directory),
@@ -206,7 +193,7 @@ class WeightStager:
                 raise WeightsRefused(str(refused)) from refused
             version = Version(
                 label=label,
-                sequence=self._sequence(label, sequence),
+                sequence=self._versions.sequence_for(label, sequence),
                 state="staged",
                 path=Path(),
                 num_bytes=transfer.num_bytes,
@@ -217,14 +204,21 @@ class WeightStager:
             return self._versions.put(version)
 
     @asynccontextmanager
-    async def _delete_unless_listed(self, label: str) -> AsyncIterator[None]:
-        """Delete the files of a version whose addition fails before it is in the table."""
+    async def _adding(self, label: str, received: Upload) -> AsyncIterator[None]:
+        """Context manager that holds the lock, and finally discards the file unless it was kept.
+
+        Files of a version whose addition fails before it is in the table are deleted.
+        """
         try:
-            yield
-        except BaseException:
-            if self._versions.find(label) is None:
-                await self._checkpoints.delete(label)
-            raise
+            async with self._change_lock:
+                try:
+                    yield
+                except BaseException:
+                    if self._versions.find(label) is None:
+                        await self._checkpoints.delete(label)
+                    raise
+        finally:
+            self._checkpoints.discard(received)
 
     async def _compute_digest(self, label: str) -> None:
         """Compute the digest of a version that was received without one, if it has none yet.
@@ -232,14 +226,13 @@ class WeightStager:
         Call it with the lock held. An activation may change the version's state meanwhile.
         """
         version = self._versions.find(label)
-        if version is None or not version.owned or version.digests:
-            return
-        digest = await asyncio.to_thread(sha256_of, version.path / SINGLE_FILE)
-        self._versions.put(replace(self._versions.get(label), digests={SINGLE_FILE: digest}))
+        if version is not None and version.owned and not version.digests:
+            digest = await asyncio.to_thread(sha256_of, version.path / SINGLE_FILE)
+            self._versions.put(replace(self._versions.get(label), digests={SINGLE_FILE: digest}))
 
     async def revalidate(self, version: Version) -> None:
-        """Check a version again if its files were not uploaded, since they may have changed."""
-        if version.has_files and not version.owned:
+        """Check a version again if others may have changed its files."""
+        if version.may_change:
             await self._check(version.path)
 
     async def delete(self, label: str, *, sync: bool = True) -> None:
@@ -257,120 +250,56 @@ class WeightStager:
         activation, does not wait for the deletion of large files.
         """
         async with self._change_lock:
-            while (label := self._find_excess()) is not None:
+            while (label := self._versions.find_excess(self._retain)) is not None:
                 self._drop(label)
                 await self._announcer.on_deleted(label)
 
-    def _find_excess(self) -> str | None:
-        """Label of the oldest superseded version if there are more than `retain_superseded`.
-
-        Uploaded versions and those without files are counted apart.
-        """
-        removable = [
-            version
-            for version in self._versions.all()
-            if version.state == "superseded"
-            and version.transfer is None
-            and not self._versions.is_activating(version.label)
-            and not self._versions.is_restorable(version.label)
-        ]
-        uploaded = [version.label for version in removable if version.owned]
-        without_files = [version.label for version in removable if not version.has_files]
-        for labels in (uploaded, without_files):
-            if len(labels) > self._retain:
-                return labels[0]
-        return None
-
-    async def _add_from_delta(
-        self, label: str, base: str, delta: Upload, sequence: int | None, announced: bool
-    ) -> tuple[Version, bool]:
-        base_version, lineage = self._get_base(base), await self._checkpoints.lineage(delta)
-        if base_version.digests[SINGLE_FILE] != lineage.base:
-            raise BaseUnavailable(f"the delta is not relative to the weights of {base!r} here")
-        whole = await self._checkpoints.apply_delta_to(
-            base_version.path / SINGLE_FILE, delta, lineage.result
-        )
-        try:
-            return await self._add(
-                label,
-                SINGLE_FILE,
-                whole,
-                sequence=sequence,
-                sharded=False,
-                announced=announced,
-                base=base,
-                delta=delta,
-            )
-        finally:
-            self._checkpoints.discard(whole)
-
-    def is_base(self, label: str | None) -> bool:
-        version = None if label is None else self._versions.find(label)
-        return version is not None and version.digests.keys() == {SINGLE_FILE}
-
-    def _get_base(self, label: str) -> Version:
-        """Find the version that a weight delta is based on; it must have been uploaded as one file.
-
-        The digest is known only for such a file, and only such a file cannot be changed by others.
-        """
-        if not self.is_base(label):
-            raise BaseUnavailable(f"no version {label!r} that was uploaded as one file is here")
-        return self._versions.get(label)
-
     async def _add(
         self,
-        label: str,
-        name: str,
-        upload: IncomingFile,
-        *,
-        sequence: int | None,
-        sharded: bool,
-        announced: bool,
+        file: IncomingFile,
+        upload: Upload,
         magnitudes: Magnitudes = UNKNOWN,
-        base: str | None = None,
         delta: Upload | None = None,
     ) -> tuple[Version, bool]:
-        self._check_sequence(label, sequence)
-        await self._compute_digest(label)
-        existing = self._versions.find(label)
-        if existing is not None and not isinstance(upload, Upload):
-            upload = await hashed(upload)
-        sha256 = upload.sha256 if isinstance(upload, Upload) else None
-        if existing is not None and existing.digests.get(name) == sha256:
-            return existing, False
-        if existing is not None and (existing.state != "incomplete" or name in existing.digests):
-            raise VersionConflict("the version already exists with different content")
+        self._versions.sequence_for(file.label, file.sequence)
+        await self._compute_digest(file.label)
+        existing = self._versions.find(file.label)
+        if existing is not None:
+            upload = await with_sha256(upload)
+            if existing.digests.get(file.name) == upload.sha256:
+                return existing, False
+            if existing.state != "incomplete" or file.name in existing.digests:
+                raise VersionConflict("the version already exists with different content")
         digests = dict(existing.digests) if existing else {}
-        if sha256 is not None:
-            digests[name] = sha256
-        index = upload.path if name == INDEX else self._checkpoints.folder(label) / INDEX
-        missing = await missing_files(index, digests) if sharded else ()
-        folder = self._checkpoints.keep(upload, label, name)
+        if upload.sha256 is not None:
+            digests[file.name] = upload.sha256
+        folder = self._checkpoints.folder(file.label)
+        index = upload.path if file.name == INDEX else folder / INDEX
+        missing = await missing_files(index, digests) if file.sharded else ()
+        self._checkpoints.keep(upload, file.label, file.name)
         received_bytes = (delta or upload).num_bytes
         self._metrics.record_upload(received_bytes, upload.num_bytes)
         if delta is not None:
-            self._checkpoints.keep(delta, label, DELTA)
+            self._checkpoints.keep(delta, file.label, DELTA)
         version = Version(
-            label=label,
-            sequence=self._sequence(label, sequence),
+            label=file.label,
+            sequence=self._versions.sequence_for(file.label, file.sequence),
             state="incomplete",
             path=folder,
             num_bytes=upload.num_bytes + (existing.num_bytes if existing else 0),
             owned=True,
             received_bytes=received_bytes + (existing.received_bytes if existing else 0),
-            base=base,
+            base=file.base,
             delta_sha256=None if delta is None else delta.sha256,
-            announced=announced,
-            xxh3_128=None if sharded else upload.xxh3_128,
+            announced=file.announced,
+            xxh3_128=None if file.sharded else upload.xxh3_128,
             digests=digests,
             missing_files=missing,
             received_at=self._clock(),
         )
         return await self._validate_and_put(version, magnitudes), True
 
-    async def _validate_and_put(
-        self, version: Version, magnitudes: Magnitudes = UNKNOWN
-    ) -> Version:
+    async def _validate_and_put(self, version: Version, magnitudes: Magnitudes) -> Version:
         if version.missing_files:
             return self._versions.put(version)
         try:
@@ -403,28 +332,9 @@ class WeightStager:
             raise WeightsRefused(str(refused)) from refused
 
     def _check_new(self, label: str, sequence: int | None) -> None:
-        self._check_sequence(label, sequence)
+        self._versions.sequence_for(label, sequence)
         if self._versions.find(label) is not None:
             raise VersionConflict("the version already exists")
-
-    def _check_sequence(self, label: str, sequence: int | None) -> None:
-        """Refuse a sequence number that conflicts with the label or with another version.
-
-        Any is refused if the server's weights are random.
-        """
-        self._versions.check_replaceable()
-        existing = self._versions.find(label)
-        if sequence is None:
-            return
-        self._versions.check_sequence(label, sequence)
-        if existing is not None and existing.sequence != sequence:
-            raise VersionConflict(f"the version has sequence {existing.sequence}")
-
-    def _sequence(self, label: str, sequence: int | None) -> int:
-        existing = self._versions.sequence_of(label)
-        if sequence is not None:
-            return sequence  # equal to that of an existing version, by _check_sequence
-        return self._versions.next_sequence() if existing is None else existing
 
     async def _drop_unless_active(self, label: str) -> None:
         """Drop a version that could not be published, unless it was activated meanwhile."""
@@ -435,19 +345,5 @@ class WeightStager:
 
     def _drop(self, label: str) -> asyncio.Future[None]:
         """Remove a version from the table, and start the deletion of its files."""
-        version = self._versions.remove(label)
-        if version.owned:
-            return self._checkpoints.delete(label)
-        nothing = asyncio.get_running_loop().create_future()
-        nothing.set_result(None)
-        return nothing
-
-
-def _check_same_files(path: Path, fingerprint: str) -> None:
-    """Refuse files that are not the publisher's, whose host may have others at this path."""
-    try:
-        is_same = checkpoint_files.fingerprint(path) == fingerprint
-    except OSError:  # removed meanwhile
-        is_same = False
-    if not is_same:
-        raise PathRefused("the server has other files at this path")
+        self._versions.remove(label)
+        return self._checkpoints.delete(label)

@@ -6,7 +6,7 @@ such a version is staged and activated by one call.
 
 import asyncio
 
-from coppice.wire.weight_transfer import TransferRequest
+from coppice.wire.cuda_ipc_weights import TransferRequest
 from coppice.wire.weights import ActivationAnswer
 from engine.weights.ipc_tensors import WeightTransfer
 from service.state_changes import StateChanges
@@ -38,7 +38,7 @@ class WeightTransfers:
             return await self._state_changes.run(self._activate(label, request, transfer))
         except asyncio.CancelledError:
             transfer.is_withdrawn = True
-            self._activation.on_transfer_withdrawn()
+            self._activation.idle_wait.wake_after(0.0)
             raise
 
     async def _activate(

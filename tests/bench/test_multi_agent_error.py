@@ -17,7 +17,7 @@ from bench.harness.multi_agent_splice_error import (
 from bench.harness.multi_agent_table import agents_rows, change
 from examples.seedling import multi_agent_task
 from examples.seedling.enlarge import SEEDLING
-from service.kv_reuse.prompt_sections import joined
+from service.kv.spans.prompt_template import joined
 
 SHAPE = multi_agent_task.Shape(num_peers=2, own=60, steps=3)
 

@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 
 from engine.types.info import EngineInfo
-from service.compat import (
-    anthropic_bodies,
-    openai_chat,
-    openai_response_bodies,
-    openai_response_items,
-)
+from service.compat.anthropic import bodies as anthropic_bodies
 from service.compat.field_table import INTERNAL_FIELDS, NEUTRAL, REFUSED, RESPONSES_REFUSED
+from service.compat.openai import chat
+from service.compat.responses import bodies as response_bodies
+from service.compat.responses import items as response_items
 from tests.compat.test_fields import nameless
 from tests.compat.third_party import Foreign, foreign
 from tests.fake_engine import FakeEngine
@@ -28,7 +26,7 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 SERVED = {
     "/v1/messages": anthropic_bodies.MessagesBody.model_fields.keys(),
-    "/v1/responses": openai_response_bodies.ResponsesBody.model_fields.keys(),
+    "/v1/responses": response_bodies.ResponsesBody.model_fields.keys(),
 }
 PATHS = sorted(BODIES)
 
@@ -167,9 +165,9 @@ async def test_messages_are_converted_in_a_thread(
     tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request may have millions of characters in thousands of messages."""
-    of_tools = watched(monkeypatch, openai_response_items.ResponseTool, "model_dump")
+    of_tools = watched(monkeypatch, response_items.ResponseTool, "model_dump")
     of_messages = watched(monkeypatch, anthropic_bodies, "chat_messages")
-    of_input = watched(monkeypatch, openai_response_bodies, "input_messages")
+    of_input = watched(monkeypatch, response_bodies, "input_messages")
     async with foreign(tmp_path) as served:
         await served.post(path, {**BODIES[path], "tools": [_tool(path, {})]})
     assert of_messages + of_input == [False]
@@ -180,8 +178,8 @@ async def test_messages_are_converted_in_a_thread(
 async def test_chats_are_converted_in_a_thread(
     tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    of_messages = watched(monkeypatch, openai_chat.ChatMessage, "to_template_message")
-    of_tools = watched(monkeypatch, openai_chat.Tool, "model_dump")
+    of_messages = watched(monkeypatch, chat.ChatMessage, "to_template_message")
+    of_tools = watched(monkeypatch, chat.Tool, "model_dump")
     function = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     messages = [{"role": "user", "content": "abc"}]
     body = {"messages": messages, "tools": [function]}

@@ -13,7 +13,7 @@ import pytest
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 
-from service.compat.anthropic_bodies import MessagesBody
+from service.compat.anthropic.bodies import MessagesBody
 from tests.compat.test_tool_turns import ParsingEngine
 from tests.compat.third_party import foreign
 from tests.engine.chats import make_chat

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from engine.types.chat import ChatResponse
-from service.compat import chat_samples, openai_chat
-from service.compat.forced_tools import ToolChoice, forced_response
+from service.compat.chat import samples as chat_samples
+from service.compat.chat.forced_tools import ToolChoice, forced_response
+from service.compat.openai.chat import ChatMessage
 from tests.compat.third_party import foreign
 from tests.fake_engine import FakeEngine
 
@@ -145,13 +146,13 @@ async def test_forced_call_has_no_text_to_format(tmp_path: Path, parallel: bool)
 async def test_messages_are_converted_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choice: object
 ) -> None:
-    convert, converted = openai_chat.ChatMessage.to_template_message, list[object]()
+    convert, converted = ChatMessage.to_template_message, list[object]()
 
-    def counted(message: openai_chat.ChatMessage) -> dict[str, Any]:
+    def counted(message: ChatMessage) -> dict[str, Any]:
         converted.append(message)
         return convert(message)
 
-    monkeypatch.setattr(openai_chat.ChatMessage, "to_template_message", counted)
+    monkeypatch.setattr(ChatMessage, "to_template_message", counted)
     async with foreign(tmp_path) as served:
         await served.post(PATH, {**BODY, "tools": [ADD], "tool_choice": choice})
     assert len(converted) == 1

@@ -8,8 +8,8 @@ import openai
 import pytest
 
 from engine.types.chat import ChatRequest, ChatResponse, ToolCall
-from service.compat import openai_response_store
-from service.compat.openai_response_store import (
+from service.compat.responses import store as response_store
+from service.compat.responses.store import (
     KEEP_SECONDS,
     ResponseName,
     ResponseStore,
@@ -398,8 +398,8 @@ def name(owner: str, response_id: str, *, session: str = "") -> ResponseName:
 
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openai_response_store, "MAX_OWNER_BYTES", 10)
-    monkeypatch.setattr(openai_response_store, "MAX_BYTES", 80)
+    monkeypatch.setattr(response_store, "MAX_OWNER_BYTES", 10)
+    monkeypatch.setattr(response_store, "MAX_BYTES", 80)
 
 
 @pytest.mark.usefixtures("limits")

@@ -15,7 +15,7 @@ from vllm.entrypoints.openai.responses.utils import (
     should_continue_final_message,
 )
 
-from service.compat.openai_response_bodies import ResponsesBody
+from service.compat.responses.bodies import ResponsesBody
 
 pytestmark = pytest.mark.slow
 

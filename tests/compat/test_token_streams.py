@@ -18,12 +18,10 @@ from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateToken
 from engine.protocol.text import DEFAULT_SAMPLING
 from engine.types.chat import ChatRequest, ChatResponse, ToolCall, ToolCallPart
 from engine.types.samples import Sampling
-from service.compat import (
-    anthropic_stream,
-    openai_response_events,
-    openai_stream,
-    sglang_generate,
-)
+from service.compat import event_stream
+from service.compat.anthropic import stream as anthropic_stream
+from service.compat.responses import events as response_events
+from service.compat.sglang import generate as sglang_generate
 from tests.compat.test_agent_apis import watched
 from tests.compat.third_party import Foreign, foreign
 from tests.fake_engine import FakeEngine, FakeStream
@@ -373,7 +371,7 @@ async def test_silent_stream_is_kept_alive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, num_tokens: int
 ) -> None:
     """Also after tokens without an event, such as those of an incomplete tool call."""
-    monkeypatch.setattr(openai_stream, "KEEP_ALIVE_SECONDS", 0.02)
+    monkeypatch.setattr(event_stream, "KEEP_ALIVE_SECONDS", 0.02)
     body, tool, keep_alive = KEEP_ALIVES[path]
     tools = {} if tool is None else {"tools": [tool]}
     body = {**body, **tools, "stream": True}
@@ -407,7 +405,7 @@ async def test_stream_with_events_has_no_keep_alives(tmp_path: Path, path: str) 
 @pytest.mark.parametrize(
     ("path", "stream", "name"),
     [
-        ("/v1/responses", openai_response_events.ResponseStream, "_added"),
+        ("/v1/responses", response_events.ResponseStream, "_added"),
         ("/v1/messages", anthropic_stream._BlockEvents, "of_response"),
     ],
 )
@@ -415,7 +413,7 @@ async def test_only_the_last_part_is_encoded_in_a_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, stream: Any, name: str
 ) -> None:
     on_loop = watched(monkeypatch, stream, name)
-    closed_on_loop = watched(monkeypatch, openai_response_events.OutputItems, "end")
+    closed_on_loop = watched(monkeypatch, response_events.OutputItems, "end")
     async with (
         foreign(tmp_path, engine=FakeEngine(instant=False)) as served,
         stepping(served.engine),

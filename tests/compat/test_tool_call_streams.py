@@ -12,10 +12,10 @@ from engine.protocol.text import DEFAULT_SAMPLING, ResponseStream
 from engine.requests.response_parsers import STREAMING_TOOL_PARSERS
 from engine.requests.response_stream import ParsedStream
 from engine.types.chat import ChatRequest, ChatResponse, ToolCall, ToolCallPart
-from service.compat.anthropic_stream import _BlockEvents, content_blocks
-from service.compat.openai_response_events import OutputItems
+from service.compat.anthropic.stream import _BlockEvents, content_blocks
+from service.compat.chat.streamed_message import StreamedMessage, with_whole_calls
+from service.compat.responses.events import OutputItems
 from service.compat.sample_stream import SamplePart
-from service.compat.streamed_message import StreamedMessage, with_whole_calls
 from tests.engine.chats import TemplateChat, make_chat
 
 Arguments = dict[str, Any]

@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
-from service.compat import logprobs, openai_stream, sglang_generate, vllm_tokens
+from service.compat import event_stream, logprobs
+from service.compat.sglang import generate as sglang_generate
+from service.compat.vllm import tokens as vllm_tokens
 from tests.adapters import saved_adapter
 from tests.compat.test_agent_apis import watched
 from tests.compat.third_party import Foreign, foreign, wrong_status
@@ -195,7 +197,7 @@ async def test_supports_are_encoded_in_a_thread(
         "/generate": {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 2}},
     }
     on_loop = watched(
-        monkeypatch, sglang_generate if path == "/generate" else openai_stream, "sse_event"
+        monkeypatch, sglang_generate if path == "/generate" else event_stream, "sse_event"
     )
     async with foreign(tmp_path) as served:
         body = {**bodies[path], "stream": True, "return_support": True}

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from coppice import AsyncRollouts, Unsupported
+from coppice.integrations.label_generator import LabelGenerator, step_of
 from coppice.integrations.verl.generation import (
     Generation,
     GenerationOutput,
@@ -26,7 +27,6 @@ from coppice.integrations.verl.generation import (
     support_of,
 )
 from coppice.integrations.verl.publisher import Publisher, ServerList
-from coppice.integrations.version_labels import VersionLabels, step_of
 from tests.compat.third_party import Foreign, foreign
 from tests.fake_engine import FakeEngine
 
@@ -181,10 +181,10 @@ async def test_published_weights_reach_all_servers_and_name_their_step(tmp_path:
 
 
 def test_labels_encode_their_step() -> None:
-    labels = VersionLabels("verl")
+    labels = LabelGenerator("verl")
     assert [step_of(labels.next(step)) for step in (0, 12, None)] == [0, 12, None]
     assert step_of("trl-1a2b3c4d-12") is None
-    assert labels.next(1) != VersionLabels("verl").next(1)
+    assert labels.next(1) != LabelGenerator("verl").next(1)
 
 
 @pytest.mark.parametrize(

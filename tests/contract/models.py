@@ -14,17 +14,18 @@ from pydantic import BaseModel
 from coppice.wire import (
     branching,
     chat,
-    control,
+    cuda_ipc_weights,
     kv,
     kv_reuse,
     moves,
+    pause,
     problem_catalogue,
     rollouts,
     sampling,
     score,
     session_moves,
     sessions,
-    weight_transfer,
+    status,
     weights,
 )
 from coppice.wire.base import RequestModel
@@ -35,7 +36,8 @@ from tests.contract.document import Node, resolved
 MODULES: tuple[ModuleType, ...] = (
     branching,
     chat,
-    control,
+    pause,
+    status,
     kv,
     problem_catalogue,
     results,
@@ -51,7 +53,7 @@ MODULES: tuple[ModuleType, ...] = (
     sessions,
     support,
     versions,
-    weight_transfer,
+    cuda_ipc_weights,
     weights,
 )
 BOUNDS = ("minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems", "pattern")

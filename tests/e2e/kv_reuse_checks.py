@@ -11,7 +11,7 @@ from bench.harness.hf_splice import HfAssembler
 from coppice import AsyncRollouts, Kv, KvReuse
 from coppice.results import RolloutResult
 from coppice.wire.rollouts import PromptSpan
-from service.kv_reuse.prompt_sections import joined
+from service.kv.spans.prompt_template import joined
 from tests.e2e.prompt_kv_checks import assert_all_match_model
 from tests.serving import Served
 
@@ -49,7 +49,7 @@ async def check_spliced_prompts(
             assert_spliced(model, parts_of(own), result)
     assert placed[0].groups[0].kv_reuse is not None
     assert placed[0].groups[0].kv_reuse.num_prepared_tokens == 0
-    served.server.kv_reuse.cache.check()
+    served.server.kv_reuse.spans.check()
 
 
 async def check_predicted_prompts(
@@ -57,7 +57,7 @@ async def check_predicted_prompts(
 ) -> None:
     """Predicts prompts.
 
-    Two rounds are prefilled and become anchors; the third is predicted from them.
+    Two rounds are prefilled and become observations; the third is predicted from them.
     """
     reuse = KvReuse(mode="predict", max_entropy=1.0)
     rounds = [[varied_texts(own, number) for own in OWN] for number in range(3)]
@@ -73,18 +73,18 @@ async def check_predicted_prompts(
         first, second, parts = (asked[index] for asked in rounds)
         assert_approximate(model, parts, result, predicted_from(model, [first, second], parts))
     assert told[0] is not None and told[0].num_computed_tokens == 1
-    served.server.kv_reuse.cache.check()
-    served.server.kv_reuse.anchors.check()
+    served.server.kv_reuse.spans.check()
+    served.server.kv_reuse.observations.check()
 
 
 def predicted_from(
     model: Any, earlier: list[list[PromptSpan]], parts: list[PromptSpan]
 ) -> Expected:
     foreseen = HfPredictor(model)
-    anchors = [foreseen.anchor(one) for one in earlier]
+    observations = [foreseen.observed(one) for one in earlier]
 
     def expected(tokens: list[int]) -> torch.Tensor:
-        found = foreseen.assemble(parts, anchors, tokens, max_entropy=1.0)
+        found = foreseen.assemble(parts, observations, tokens, max_entropy=1.0)
         assert found is not None
         return found
 

@@ -14,8 +14,8 @@ import xgrammar
 from transformers import AutoTokenizer
 
 from engine.errors import ChecksUnavailable, SamplingRefused
+from engine.fair_limiter import LONG_SECONDS
 from engine.requests import grammar_check
-from engine.requests.check_limiter import LONG_SECONDS
 from engine.requests.grammar_check import LIMIT_SECONDS, GrammarChecker, xgrammar_source
 from engine.requests.request_params import sampling_params
 from engine.types.samples import SampleRequest, Sampling, StructuredOutputs

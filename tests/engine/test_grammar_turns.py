@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from engine.errors import QueueFull, SamplingRefused
-from engine.requests.check_limiter import CLIENT_BYTES, LONG_SECONDS, SLOW_SECONDS, CheckLimiter
+from engine.fair_limiter import LONG_SECONDS, SLOW_SECONDS, FairLimiter
 from engine.requests.grammar_check import (
     CHECK_BYTES,
+    CLIENT_BYTES,
     MAX_RESULTS,
     REFUSAL_SECONDS,
     GrammarChecker,
@@ -134,7 +135,7 @@ async def test_slow_keys_have_places_of_their_own_again_after_a_while(seconds: f
 
 async def test_slow_keys_are_forgotten() -> None:
     now = [0.0]
-    limiter = CheckLimiter(lambda: now[0])
+    limiter = FairLimiter("work", 2, key_bytes=1, total_bytes=1, clock=lambda: now[0])
     for number in range(5000):
         now[0] += 1
         limiter.record(f"key{number}", LONG_SECONDS + 1)

@@ -24,7 +24,7 @@ from engine.types.feature_stats import FeatureStatus, SharedPrefixStats
 from engine.types.kv import ExportSlot, KvFormat, LayerFormat
 from engine.types.samples import SampleRequest, Sampling
 from engine.vllm_engine import VllmEngine
-from service.prompt_kv.layout import LayoutFactory
+from service.kv.handles.file_layout import LayoutFactory
 from tests.arena import TestArena
 from tests.engine.kv_transfer.export_models import COMMITTED, EXPORTING
 from tests.engine.model_families import save_family

@@ -13,7 +13,7 @@ from engine.errors import StartFailed
 from engine.launch import vllm_args
 from engine.settings import EngineSettings
 from engine.settings.vllm_arguments import PASSED_UNCHANGED
-from service.cli import ServeComponents
+from service.serve_components import ServeComponents
 from tests.engine.made_arguments import engine_arguments
 from tests.engine.seedling import MODEL
 from tests.service.command_line import run_command

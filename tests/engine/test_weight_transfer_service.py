@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from coppice.wire.weight_transfer import IpcHandle, IpcTensor, TransferDtype, TransferRequest
+from coppice.wire.cuda_ipc_weights import IpcHandle, IpcTensor, TransferDtype, TransferRequest
 from engine.errors import StartFailed
 from engine.vllm_engine import VllmEngine
 from engine.weights import ipc_tensors

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from coppice import GpuWeights
-from coppice.wire.weight_transfer import IpcTensor
+from coppice.wire.cuda_ipc_weights import IpcTensor
 from tests.engine.random_models import make_models
 from tests.gpu.device import ON_GPU
 from tests.gpu.live import engine

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from starlette.types import Message
 
-from service.prompt_kv.http_transfer import PIECE_BYTES
+from service.kv.handles.downloads import PIECE_BYTES
 from tests.service.prompt_kv.stalled_readers import CAPACITY, NUM_BYTES, exporting, large_handle
 from tests.serving import Served, serving
 

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from coppice.wire.rollouts import GroupAnswer, RolloutAnswer, RolloutRequest
 from coppice.wire.weights import ActivationMode
 from engine.types.samples import PauseMode
+from service.cluster.idempotency_claim import IdempotencyClaim
 from service.errors import ServiceError
 from service.rollouts.group import Group
-from service.rollouts.idempotency import IdempotencyClaim
 from service.rollouts.request import NewRollout
 from service.rollouts.rollout import Rollout
 from service.server import Server

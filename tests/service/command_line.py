@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from service.cli import ServeComponents, run
+from service.cli import run
 from service.config.sources import SettingsFlags
+from service.serve_components import ServeComponents
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

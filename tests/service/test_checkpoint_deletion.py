@@ -77,7 +77,7 @@ async def test_next_upload_waits_for_the_deletion(tmp_path: Path) -> None:
         store.delete("v1")
         assert deleted(store)
         threading.Timer(0.2, proceed.set).start()
-        received = await store.receive_unhashed(chunks())
+        received = await store.receive(chunks(), None)
     assert is_deleted == [True], "nothing is received before the space is free"
     assert received.path.read_bytes() == b"new"
     store.close()
@@ -96,7 +96,7 @@ async def test_wait_for_a_deletion_is_bounded(tmp_path: Path) -> None:
         asyncio.get_running_loop().set_default_executor(threads)
         store.delete("v1")
         try:
-            received = await asyncio.wait_for(store.receive_unhashed(chunks()), 5)
+            received = await asyncio.wait_for(store.receive(chunks(), None), 5)
         finally:
             proceed.set()
     assert received.path.read_bytes() == b"new"

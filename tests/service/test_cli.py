@@ -15,11 +15,11 @@ from fastapi import FastAPI
 from engine.errors import EngineDead, StartFailed
 from engine.protocol import Engine
 from engine.types.info import EngineHealth
-from service.cli import ServeComponents, with_prompt_kv
 from service.config.settings import Settings, redacted, settings_fields
 from service.config.sources import SettingsFlags, flag_name
 from service.http.shutdown import ServerLifecycle
 from service.node import Node
+from service.serve_components import ServeComponents, with_prompt_kv
 from tests.service.command_line import Result, run_command
 
 
@@ -74,7 +74,7 @@ def test_process_exits_after_a_server_that_stopped_without_an_error() -> None:
 def test_exit_runs_exit_handlers_and_waits_for_no_thread() -> None:
     program = """
 import atexit, threading, time
-from service.cli import exit_process
+from service.serve_components import exit_process
 
 threading.Thread(target=time.sleep, args=(600,)).start()
 atexit.register(print, "exit handler")
@@ -256,7 +256,7 @@ def test_flag_of_a_vllm_argument_requires_a_value() -> None:
 def test_prompt_kv_is_on_where_shared_memory_has_room(
     given: bool | None, size: int, enabled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.prompt_kv.arena.free_bytes", lambda _: size)
+    monkeypatch.setattr("service.kv.arena.free_bytes", lambda _: size)
     settings = Settings.model_validate({"engine": {"prompt_kv": given}})
     assert with_prompt_kv(settings).prompt_kv is enabled
 

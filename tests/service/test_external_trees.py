@@ -298,9 +298,9 @@ async def test_engine_death_before_a_branch_starts_ends_the_tree(tmp_path: Path)
         engine.alive = False  # not yet noticed
         [rollout] = tree.served.server.rollouts.in_flight()
         [group] = rollout.groups
-        assert isinstance(group, ExternalTree)
+        assert isinstance(group.sampler, ExternalTree)
         with pytest.raises(EngineGone):
-            await group.branch(BranchRequest(), None)
+            await group.sampler.branch(BranchRequest(), None)
         await rollout.wait()
         assert isinstance(rollout.error, EngineGone)
         while tree.served.server.rollouts.num_running:

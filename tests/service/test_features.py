@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from coppice.wire.control import FeatureStatus, StatusAnswer
+from coppice.wire.status import FeatureStatus, StatusAnswer
 from engine.types import feature_stats
 from engine.types.info import EngineInfo
 from service.server import Server

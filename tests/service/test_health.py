@@ -8,7 +8,7 @@ import pytest
 from engine.errors import StartFailed
 from engine.types.feature_stats import SharedPrefixStats
 from engine.types.info import StartPhase
-from service.kv_reuse.span_cache import SpanCache
+from service.kv.spans.index import SpanIndex
 from tests.fake_engine import FakeEngine
 from tests.service.test_resume import started
 from tests.service.test_rollouts import body, group, running_samples
@@ -160,10 +160,10 @@ async def test_exception_after_the_engine_start_stops_the_server(
 ) -> None:
     """No caller waits forever, and the log has the reason."""
 
-    def fault(self: SpanCache) -> None:
+    def fault(self: SpanIndex) -> None:
         raise OSError("no such luck")
 
-    monkeypatch.setattr(SpanCache, "open", fault)
+    monkeypatch.setattr(SpanIndex, "open", fault)
     engine = FakeEngine()
     async with serving(engine, tmp_path, wait=False) as served:
         async with asyncio.timeout(30):

@@ -2,32 +2,20 @@
 
 import pytest
 
+from service.cluster.idempotency_claim import IdempotencyClaim
+from service.cluster.idempotency_keys import IdempotencyKeys
 from service.errors import IdempotencyInProgress
-from service.rollouts.idempotency import IdempotencyClaim, IdempotencyKeys
-
-SECONDS = 60.0
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.service.cluster.test_membership import KEEP_SECONDS, MembershipProbe
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def probe() -> MembershipProbe:
+    return MembershipProbe()
 
 
 @pytest.fixture
-def released() -> list[str]:
-    return []
-
-
-@pytest.fixture
-def keys(clock: Clock, released: list[str]) -> IdempotencyKeys:
-    return IdempotencyKeys(max_seconds=SECONDS, on_released=released.append, clock=clock)
+def keys(probe: MembershipProbe) -> IdempotencyKeys:
+    return probe.keys
 
 
 def claim_of(owner: str, key: str = "key", resource: str | None = None) -> IdempotencyClaim:
@@ -42,28 +30,29 @@ def test_keys_of_different_owners_and_resources_do_not_conflict(keys: Idempotenc
         keys.claim(claim_of("one"))
 
 
-def test_key_is_released_with_its_own_claim_only(
-    keys: IdempotencyKeys, released: list[str]
-) -> None:
+async def test_key_is_released_with_its_own_claim_only(keys: IdempotencyKeys) -> None:
     first, second = claim_of("one"), claim_of("one")
-    keys.claim(first)
+    async with keys.claimed(first):
+        pass
     keys.release(first)
-    keys.claim(second)
+    assert keys.held == set()
+    async with keys.claimed(second):
+        pass
     keys.release(first)
-    assert released == [first.cluster_key]
+    assert keys.held == {second.registry_key}
     with pytest.raises(IdempotencyInProgress):
         keys.claim(claim_of("one"))
 
 
-def test_key_outlives_its_rollout_for_a_fixed_time(
-    keys: IdempotencyKeys, clock: Clock, released: list[str]
+async def test_key_outlives_its_rollout_for_a_fixed_time(
+    probe: MembershipProbe, keys: IdempotencyKeys
 ) -> None:
     claim = claim_of("one")
-    keys.claim(claim)
-    keys.bind(claim, "rollout")
+    async with keys.claimed(claim):
+        keys.bind(claim, "rollout")
     keys.ended(claim)
-    clock.now = SECONDS - 1
+    probe.clock.now = KEEP_SECONDS - 1
     assert keys.claim(claim_of("one")) == "rollout"
-    clock.now = SECONDS
+    probe.clock.now = KEEP_SECONDS
     assert keys.claim(claim_of("one")) is None
-    assert released == [claim.cluster_key]
+    assert keys.held == set()

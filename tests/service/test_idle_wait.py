@@ -11,7 +11,7 @@ import pytest
 
 from engine.errors import LoadFailed
 from service.errors import VersionConflict
-from service.weights.engine_pauses import COMPLETION_SECONDS
+from service.weights.pauses import COMPLETION_SECONDS
 from tests.fake_engine import VOCAB_SIZE, FakeEngine
 from tests.service.test_rollouts import body, group, running_samples
 from tests.service.test_weights import activate, until, upload
@@ -33,7 +33,7 @@ async def waiting(
         rollout = asyncio.create_task(served.http.post("/v1/rollouts", json=body(group(1))))
         await running_samples(served, 1)
         activation = asyncio.create_task(activate(served, "v1", mode="wait"))
-        await until(lambda: served.server.activation._idle_wait._ended is not None)
+        await until(lambda: served.server.activation.state == "waiting")
         yield served, engine, activation, rollout
         await activation
         engine.step(VOCAB_SIZE)
@@ -83,10 +83,10 @@ async def test_same_activation_joins_one_that_waits(tmp_path: Path) -> None:
 async def test_repeated_activation_does_not_replace_a_later_one_that_waits(tmp_path: Path) -> None:
     async with waiting(tmp_path) as (served, engine, activation, _):
         coordinator = served.server.activation
-        order = coordinator.request("v2", "wait")
+        order = coordinator.idle_wait.request("v2", "wait")
         assert await refusal(activation) == (409, "version_conflict")
         later = asyncio.create_task(activate(served, "v1", mode="wait"))
-        await until(lambda: coordinator.is_replaced(order))
+        await until(lambda: coordinator.idle_wait.is_replaced(order))
         with pytest.raises(VersionConflict, match="'v1' in mode wait has replaced"):
             await coordinator.apply("v2", "wait", allow_rollback=True, order=order)
         assert not later.done()
@@ -97,12 +97,12 @@ async def test_repeated_activation_does_not_replace_a_later_one_that_waits(tmp_p
 async def test_activation_is_repeated_after_a_later_one_has_failed(tmp_path: Path) -> None:
     async with waiting(tmp_path) as (served, engine, activation, _):
         coordinator = served.server.activation
-        order = coordinator.request("v2", "keep")
+        order = coordinator.idle_wait.request("v2", "keep")
         assert await refusal(activation) == (409, "version_conflict")
         engine.load_error = LoadFailed("no")
         assert (await activate(served, "v1")).json()["code"] == "activation_failed"
         engine.load_error = None
-        assert not coordinator.is_replaced(order)
+        assert not coordinator.idle_wait.is_replaced(order)
         await coordinator.apply("v2", "keep", allow_rollback=True, order=order)
         assert await active(served) == "v2"
 

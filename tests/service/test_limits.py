@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from service.compat.echo import MAX_ECHOED_TOKENS, check_echo
-from service.compat.vllm_tokens import MAX_BODY_BYTES
+from service.compat.openai.echo import MAX_ECHOED_TOKENS, check_echo
+from service.compat.vllm.tokens import MAX_BODY_BYTES
 from service.errors import InvalidRequest
 from service.http.bodies import INLINE_BYTES
 from service.http.params import MAX_WAIT_SECONDS

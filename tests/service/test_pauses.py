@@ -148,21 +148,21 @@ async def test_later_leases_end_after_a_resume_has_failed(tmp_path: Path) -> Non
 
 def test_table_knows_the_lease_that_ends_last() -> None:
     now = 0.0
-    pauses = Pauses(100.0, clock=lambda: now)
+    pauses = Pauses(FakeEngine(), lambda seconds: None, 100.0, clock=lambda: now)
     assert pauses.seconds_left is None
-    pauses.start("a", 10.0)
-    pauses.start("b", 20.0)
+    pauses.put("a", "pause", 10.0)
+    pauses.put("b", "pause", 20.0)
     assert pauses.seconds_left == 20.0
-    pauses.start("c", None)
+    pauses.put("c", "pause", None)
     assert pauses.seconds_left is None
     now = 10.0
-    assert [pause.owner for pause in pauses.ended()] == ["a"] and len(pauses) == 3
-    pauses.end("a")
-    assert pauses.ended() == [] and len(pauses) == 2
-    pauses.start("b", 20.0)
+    assert [pause.owner for pause in pauses.ended()] == ["a"] and pauses.has("a", "pause")
+    pauses.remove("pause", "a")
+    assert pauses.ended() == [] and not pauses.has("a", "pause")
+    pauses.put("b", "pause", 20.0)
     now = 25.0
     assert pauses.ended() == [], "the lease was renewed"
-    pauses.end("c")
+    pauses.remove("pause", "c")
     assert pauses.seconds_left == 5.0
-    pauses.end_all()
-    assert len(pauses) == 0
+    pauses.remove("pause", None)
+    assert not pauses.paused

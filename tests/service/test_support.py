@@ -30,7 +30,9 @@ from service.errors import InvalidRequest
 from service.rollouts.request import NewRollout
 from service.rollouts.sample_answer import answer_fields
 from service.rollouts.supports import check, given_support, max_row_bytes, support_of
-from service.rollouts.trees.segment_tree import Tree
+from service.rollouts.trees import segment as trees
+from service.rollouts.trees.token_tree import TokenTree
+from service.rollouts.trees.tree_answer import kept_answer
 from tests.fake_engine import EOS, VOCAB_SIZE, FakeEngine
 from tests.service.test_resume import resume_request, started
 from tests.service.test_rollouts import body, group, running_samples
@@ -328,9 +330,9 @@ def supported(rows: CountedRows, vocab_size: int) -> TokenLists:
 
 async def test_supports_of_a_segment_are_encoded_once_beside_the_event_loop() -> None:
     rows = counted(bytes([3]) + at.to_bytes(200) for at in range(8192))
-    tree = Tree("0")
-    segment = tree.add(None, 0, "/1", supported(rows, 1600), "stop")
-    one, [same] = await tree.answer(segment), await tree.answers()
+    root = trees.Segment(id="", token_ids=np.arange(3, dtype=np.int32))
+    segment = TokenTree("0").add(root, supported(rows, 1600), "stop")
+    one, same = await kept_answer(segment), await kept_answer(segment)
     assert one.support is not None and one.support is same.support
     assert one.support.lengths == [201] * 8192
     assert len([each for each in rows.threads if each != threading.get_ident()]) == 1

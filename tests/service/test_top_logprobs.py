@@ -1,4 +1,4 @@
-"""Logprobs of further tokens in the answers of /v1/rollouts and /v1/score."""
+"""Logprobs of the top k and of given token ids in the answers of /v1/rollouts and /v1/score."""
 
 import json
 from pathlib import Path

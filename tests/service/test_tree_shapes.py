@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from coppice.wire.branching import Branching
 from coppice.wire.rollouts import GroupAnswer
 from engine.types.samples import Completion, SampleRequest, Sampling
-from service.prompt_kv.prompt_source import PrefilledPrompt
-from service.rollouts.group_factory import create_tree_group
+from service.rollouts.group import Group
 from service.rollouts.group_options import GroupOptions
 from service.rollouts.trees.plan import Plan, distribute_leaves, next_cut, split
+from service.rollouts.trees.tree_sampler import TreeSampler
 from tests.fake_engine import FakeEngine
 from tests.sample_sizes import num_examples
 
@@ -67,14 +67,20 @@ async def grown(branching: Branching, prompt: int, max_tokens: int, seed: int) -
         prompt_token_ids=[1] * prompt,
         sampling=Sampling(max_tokens=max_tokens),
     )
-    tree = create_tree_group(
-        branching, options, PrefilledPrompt(), block_size=BLOCK, max_lease_seconds=1.0
+    plan = Plan(
+        branching=branching,
+        prompt_length=prompt,
+        max_length=prompt + max_tokens,
+        block_size=BLOCK,
     )
+    sampler = TreeSampler(plan, options)
     engine = Whimsical(seed)
     await engine.start("v0")
-    answer = await tree.run(engine, lambda part: None)
+    answer = await Group(options=options, sampler=sampler).run(engine, lambda part: None)
     assert answer is not None, "nothing suspends the tree"
-    assert tree.budget.num_future_leaves == 0, "leaves are still to come, and nothing grows"
+    assert sampler.paths.budget.num_future_leaves == 0, (
+        "leaves are still to come, and nothing grows"
+    )
     assert not engine.running
     return answer
 

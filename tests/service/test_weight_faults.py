@@ -13,6 +13,7 @@ import pytest
 from coppice import AsyncRollouts, VersionConflict
 from engine.weights.magnitudes import UNKNOWN, Magnitudes
 from service.checkpoint_store import WRITE_BYTES
+from service.weights.stager import IncomingFile
 from tests.fake_engine import FakeEngine
 from tests.serving import Served, serving
 
@@ -91,9 +92,7 @@ async def test_failed_check_leaves_nothing(tmp_path: Path) -> None:
     async with serving(FailingCheck(), tmp_path) as served:
         stager = served.server.stager
         with pytest.raises(OSError, match="disk"):
-            await stager.upload(
-                *("v1", "model.safetensors", chunks()), sequence=None, digest=None, sharded=False
-            )
+            await stager.upload(IncomingFile(label="v1", sequence=None, digest=None), chunks())
         assert not served.server.checkpoints.folder("v1").exists()
         assert not leftovers(served)
         assert await versions(served) == ["v0"]

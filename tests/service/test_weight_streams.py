@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 from coppice import AsyncRollouts, Rollouts, VersionConflict
 from coppice.weights.checkpoint_files import shards_of
 from coppice.weights.tensors import tensors_of
+from service.weights.stager import IncomingFile
 from tests.fake_engine import FakeEngine
 from tests.service.test_weight_faults import leftovers, versions
 from tests.serving import Served, serving
@@ -112,7 +113,10 @@ async def test_incomplete_version_whose_next_file_arrives_is_not_abandoned(tmp_p
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(
                 served.server.stager.upload(
-                    *("v1", "b.safetensors", chunks()), sequence=None, digest=None, sharded=True
+                    IncomingFile(
+                        label="v1", name="b.safetensors", sequence=None, digest=None, sharded=True
+                    ),
+                    chunks(),
                 )
             )
             await begun.wait()

@@ -6,7 +6,8 @@ Run by `python -m tests.soak.paced_engine serve ...`.
 import asyncio
 from pathlib import Path
 
-from service.cli import ServeComponents, run
+from service.cli import run
+from service.serve_components import ServeComponents
 from tests.fake_engine import FakeEngine
 
 STEP_SECONDS = 0.005

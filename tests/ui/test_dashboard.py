@@ -20,12 +20,11 @@ from service.status.dashboard_snapshot import (
     MAX_ROLLOUTS,
     MAX_ROWS,
     MAX_SAMPLES,
-    MAX_SPANS,
     Snapshots,
-    _spans,
     engine_load,
     speculation,
 )
+from service.status.tree_snapshot import MAX_SPANS, spans_of
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import bearer, write_keys
 from tests.service.prompt_kv.export_requests import export_handle
@@ -163,7 +162,7 @@ async def test_viewers_share_one_snapshot(tmp_path: Path) -> None:
 
 
 def test_versions_beyond_the_bound_are_one_span() -> None:
-    spans = _spans((f"v{i}", 2) for i in range(MAX_SPANS + 3))
+    spans = spans_of((f"v{i}", 2) for i in range(MAX_SPANS + 3))
     assert len(spans) == MAX_SPANS + 1
     assert spans[-1] == {"version": None, "tokens": 6}
 

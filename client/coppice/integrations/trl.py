@@ -20,7 +20,7 @@ from typing import Any
 
 from coppice.client import Rollouts
 from coppice.errors import Incomplete, Unsupported
-from coppice.integrations.version_labels import VersionLabels
+from coppice.integrations.label_generator import LabelGenerator
 from coppice.results import Group, Sample
 from coppice.rollout_options import RolloutOptions
 from coppice.wire.columns.support import Support
@@ -45,7 +45,7 @@ class RolloutFunc:
         self._rollouts = rollouts
         self._return_support = return_support
         self.supports = Supports()
-        self._labels = VersionLabels("trl")
+        self._labels = LabelGenerator("trl")
         self._step: int | None = None
         self._target_options: RolloutOptions = {}
 
@@ -250,7 +250,7 @@ class WeightTransfer:
     def __init__(self, rollouts: Rollouts, *, ready_seconds: float = 240.0) -> None:
         self._rollouts = rollouts
         self._ready_seconds = ready_seconds
-        self._labels = VersionLabels("trl")
+        self._labels = LabelGenerator("trl")
 
     def init_weight_transfer(self) -> None:
         """Waits until the server is ready."""
@@ -292,7 +292,7 @@ def _over_http(base: Any) -> Any:
         def init_communicator(self, device: Any = 0) -> None:
             """Creates the HTTP client for weights, instead of joining an NCCL process group."""
             self._rollouts = Rollouts(self.base_url)
-            self._labels = VersionLabels("trl")
+            self._labels = LabelGenerator("trl")
 
         def update_named_params(
             self, metadata: Iterable[Any], named_params: Iterator[tuple[str, Any]]

@@ -1,4 +1,4 @@
-"""LoRA adapter operations: load from a path, upload, list, unload."""
+"""Client operations on LoRA adapters: load from a path, upload, list, unload."""
 
 import json
 import tempfile

@@ -1,4 +1,4 @@
-"""Client operations on the draft model."""
+"""Client operations on the draft model: status, download and upload."""
 
 from os import PathLike
 from pathlib import Path

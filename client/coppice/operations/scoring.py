@@ -1,4 +1,4 @@
-"""Scoring operation: logprobs of given responses, as numpy arrays."""
+"""Client operation that returns the logprobs of given responses as numpy arrays."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Uploads of weights whose checksum is compared after the transfer, also several at a time."""
+"""Uploads of the files of one weights version, several at a time, with checksums."""
 
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager

@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from coppice.errors import BadAnswer, CoppiceError, KvLost
-from coppice.prompt_kv.host import read_boot_id
+from coppice.prompt_kv.boot_id import read_boot_id
 from coppice.prompt_kv.server_kv_source import KvSource, LeasedKv
 from coppice.wire.kv import KvGpu, KvGpuMemory, KvHandle, KvLayout, KvLocator
 

@@ -1,4 +1,4 @@
-"""Data-parallel training with DDP and FSDP2.
+"""Reduction of gradients and scaling of losses for training with DDP and FSDP2.
 
 Loss normalizers cover all ranks, so gradients are summed, not averaged. Backward passes do not
 synchronize; reduce_gradients does, once, before the optimizer step.

@@ -1,4 +1,4 @@
-"""Prompt KV as tensors: as a server provides it, and detached, to accumulate gradients.
+"""Prompt KV as autograd leaves that accumulate gradients, and the backward through them.
 
 Shapes: P covered tokens (the prompt without its last token), K KV heads, D head size.
 """

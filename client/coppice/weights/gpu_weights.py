@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any, Self, cast, get_args
 
 from coppice.weights.tensors import StateDict, Tensor, tensors_of
-from coppice.wire.weight_transfer import CUDA_MALLOC, IpcHandle, IpcTensor, TransferDtype
+from coppice.wire.cuda_ipc_weights import CUDA_MALLOC, IpcHandle, IpcTensor, TransferDtype
 
 
 class GpuWeights:
@@ -28,7 +28,7 @@ class GpuWeights:
     def __init__(self, state: StateDict) -> None:
         tensors = tensors_of(state)
         self._memory = {one.name: _on_gpu(one.name, state[one.name]) for one in tensors}
-        self._exports: list[IpcHandle] = []
+        self._exports: list[tuple[bytes, int]] = []
         self._is_refused = self._is_lost = False
         try:
             self._tensors = [self._export(one) for one in tensors]
@@ -83,20 +83,28 @@ class GpuWeights:
         Counters that the server has decremented become negative, which PyTorch takes for zero.
         """
         storage: Any = import_module("torch").UntypedStorage
-        for one in self._exports:
-            storage._release_ipc_counter_cuda(one.ref_counter.encode(), one.ref_counter_offset)
+        for counter, offset in self._exports:
+            storage._release_ipc_counter_cuda(counter, offset)
         self._exports.clear()
 
     def _export(self, tensor: Tensor) -> IpcTensor:
         memory = self._memory[tensor.name]
-        location, is_segment = _shared(memory)
-        self._exports.append(location)
-        if is_segment:
+        reductions: Any = import_module("torch.multiprocessing.reductions")
+        _, arguments = reductions.reduce_tensor(memory)
+        handle, _, start, _, counter, counter_offset, *_ = arguments[7:]
+        self._exports.append((counter, counter_offset))
+        if handle[1:2] != CUDA_MALLOC:
             raise ValueError(
                 f"{tensor.name} is in an expandable segment, which cannot be opened: remove "
                 "expandable_segments from PYTORCH_CUDA_ALLOC_CONF, or use publish_weights"
             )
         gpu = str(import_module("torch").cuda.get_device_properties(memory.device).uuid)
+        location = IpcHandle(
+            handle=base64.b64encode(handle).decode(),
+            offset=start + memory.storage_offset() * memory.element_size(),
+            ref_counter=counter.decode(),
+            ref_counter_offset=counter_offset,
+        )
         dtype, shape = _dtype(tensor), list(tensor.shape)
         return IpcTensor(name=tensor.name, dtype=dtype, shape=shape, handles={gpu: location})
 
@@ -112,20 +120,6 @@ def _on_gpu(name: str, tensor: Any) -> Any:
     if getattr(getattr(tensor, "device", None), "type", "cpu") != "cuda":
         raise ValueError(f"{name} is not on a GPU: use publish_weights")
     return tensor.detach().contiguous()
-
-
-def _shared(memory: Any) -> tuple[IpcHandle, bool]:
-    """Location of an exported tensor, and True if it is in an expandable segment."""
-    reductions: Any = import_module("torch.multiprocessing.reductions")
-    _, arguments = reductions.reduce_tensor(memory)
-    handle, _, start, _, counter, counter_offset, *_ = arguments[7:]
-    location = IpcHandle.model_construct(
-        handle=base64.b64encode(handle).decode(),
-        offset=start + memory.storage_offset() * memory.element_size(),
-        ref_counter=counter.decode(),
-        ref_counter_offset=counter_offset,
-    )
-    return location, handle[1:2] != CUDA_MALLOC
 
 
 def _dtype(tensor: Tensor) -> TransferDtype:

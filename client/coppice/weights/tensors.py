@@ -1,4 +1,4 @@
-"""Tensors of numpy or torch state dicts and of files, and the bytes of a file that has them.
+"""Tensors of state dicts and of files, and their serialization as a safetensors file.
 
 torch is never imported: a caller with torch tensors has already imported it. numpy lacks bfloat16
 and the 8-bit floats, so torch tensors are read as bytes.

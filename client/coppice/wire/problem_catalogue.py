@@ -1,4 +1,4 @@
-"""Catalogue of the server's errors, which are RFC 9457 problem documents.
+"""Catalogue of the server's errors by code: status, meaning and action.
 
 The server raises problems by code, serves the catalogue under /problems and documents it in
 docs/reference/errors.md; the client maps codes to exceptions.

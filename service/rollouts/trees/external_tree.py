@@ -5,29 +5,32 @@ tree ends as it is when the lease expires or its rollout is ended.
 """
 
 import asyncio
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from coppice.wire.branching import BranchRequest
 from coppice.wire.columns.token_columns import TokenLists
-from coppice.wire.rollouts import SegmentAnswer, SegmentFinish
+from coppice.wire.rollouts import GroupAnswer, SegmentAnswer, SegmentFinish
 from engine.errors import EngineError
 from engine.protocol.generation import Generation
+from service.cluster.idempotency_claim import IdempotencyClaim
 from service.errors import (
     IdempotencyInProgress,
     IdempotencyMismatch,
     InvalidRequest,
+    SegmentNotFound,
     TreeClosed,
 )
 from service.http.exception_handlers import to_service_error
-from service.rollouts.group import EndReason
-from service.rollouts.idempotency import IdempotencyClaim
-from service.rollouts.trees.path_request import Budget, Path, PathBounds
+from service.rollouts.group import EndReason, Group, OnPart
+from service.rollouts.group_options import GroupOptions
+from service.rollouts.trees.path import Budget, Path, PathBounds
 from service.rollouts.trees.plan import Plan, next_cut
-from service.rollouts.trees.segment_tree import COMPLETE_FINISHES, Segment, Tree
-from service.rollouts.trees.tree_group import Fork, TreeGroup
+from service.rollouts.trees.segment import Segment
+from service.rollouts.trees.tree_answer import COMPLETE_FINISHES, kept_answer
+from service.rollouts.trees.tree_paths import TreePaths
 
 if TYPE_CHECKING:
     from service.rollouts.manager import RolloutManager  # its group factory imports this module
@@ -40,7 +43,6 @@ class BranchResult:
     The tasks belong to the tree: they continue if a caller stops waiting for them.
     """
 
-    tree: Tree
     tasks: Sequence["asyncio.Task[Segment | None]"]
     path_ids: Sequence[str]
     has_idempotency_key: bool
@@ -58,13 +60,13 @@ class BranchResult:
         if any(task.cancelled() for task in self.tasks):
             raise TreeClosed()
         added = [segment for task in self.tasks if (segment := task.result())]
-        return [await self.tree.answer(segment) for segment in added]
+        return [await kept_answer(segment) for segment in added]
 
 
-def check_branch(plan: Plan, parent: Segment | None, *, num_leaves: int) -> None:
-    if parent is not None and parent.finish != "cut":
+def check_branch(plan: Plan, parent: Segment, *, num_leaves: int) -> None:
+    if parent.finish != "cut":
         raise InvalidRequest(f"a segment that ended as {parent.finish} has no children")
-    if parent is not None and parent.depth >= plan.branching.max_depth:
+    if parent.depth >= plan.branching.max_depth:
         raise InvalidRequest(f"max_depth is {plan.branching.max_depth}")
     if num_leaves > plan.branching.max_leaves:
         raise InvalidRequest(f"max_leaves is {plan.branching.max_leaves}")
@@ -89,24 +91,30 @@ class _Claim:
     branch_result: BranchResult | None = None
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class ExternalTree(TreeGroup):
-    """Group whose tree the caller grows by branch requests and prunes by drop requests.
+class ExternalTree:
+    """Sampler of a tree that the caller grows by branch requests and prunes by drop requests.
 
-    Both raise TreeClosed before `run` has begun and after it has ended.
+    Both raise TreeClosed before `run` has begun and after it has ended. The caller decides where
+    the tree ends, so a leaf that was cut is complete.
     """
 
-    lease_seconds: float
-    _expires: float = 0.0
-    _is_open: bool = False
-    _is_closing: bool = False
-    _changed: asyncio.Event = field(default_factory=asyncio.Event)
-    _claims: dict[str, _Claim] = field(default_factory=dict)
+    is_grown_by_caller = True
 
-    @property
-    def is_idle(self) -> bool:
-        """True if no path of the tree is running: nothing happens until the caller branches."""
-        return not self._unfinished
+    def __init__(self, plan: Plan, options: GroupOptions, *, lease_seconds: float) -> None:
+        self.paths = TreePaths(plan, options, self._grow, {*COMPLETE_FINISHES, "cut"})
+        self.lease_seconds = lease_seconds
+        self._plan = plan
+        self._expires = 0.0
+        self._is_open = False
+        self._is_closing = False
+        self._changed = asyncio.Event()
+        self._claims: dict[str, _Claim] = {}
+
+    async def run(self, group: Group, engine: Generation, done: OnPart) -> GroupAnswer:
+        """Keep the tree open for requests of the caller, and return its answer."""
+        async with self.paths.sampling(group, engine, done):
+            await self._run_until_done(group)
+        return await self.paths.answer()
 
     async def branch(self, request: BranchRequest, claim: IdempotencyClaim | None) -> BranchResult:
         """Start new paths from a segment of the tree, or from its prompt.
@@ -130,7 +138,7 @@ class ExternalTree(TreeGroup):
         if claim is not None:
             self._claims[claim.key] = _Claim(claim.fingerprint)
         # In the tree's task group: an error here fails the whole tree and reaches all its callers.
-        starting = self._tasks.create_task(self._submit(paths, self._register(paths)))
+        starting = self.paths.tasks.create_task(self.paths.submit(paths))
         try:
             tasks = await asyncio.shield(starting)
         except EngineError as error:
@@ -138,7 +146,6 @@ class ExternalTree(TreeGroup):
         for task in tasks:
             task.add_done_callback(lambda _: self._renew_lease())
         branch_result = BranchResult(
-            tree=self.tree,
             tasks=tasks,
             path_ids=[path.id for path in paths],
             has_idempotency_key=claim is not None,
@@ -149,43 +156,45 @@ class ExternalTree(TreeGroup):
 
     def _create_paths(self, request: BranchRequest) -> list[Path]:
         """Validate a branch request and create its paths; a rejected request reserves nothing."""
-        parent = self.tree.get_segment(request.segment)
-        check_branch(self.plan, parent, num_leaves=self._num_leaves_with(parent, request.n))
-        start = len(self.options.prompt_token_ids) + len(self.tree.token_ids(parent))
-        bounds = branch_bounds(self.plan, self.budget, request, start=start)
-        depth = 1 if parent is None else parent.depth + 1
-        paths = [self._create_path(parent, depth, start, bounds) for _ in range(request.n)]
+        parent = self.paths.root if request.segment is None else self._segment(request.segment)
+        check_branch(self._plan, parent, num_leaves=self._num_leaves_with(parent, request.n))
+        bounds = branch_bounds(self._plan, self.paths.budget, request, start=parent.end)
+        paths = [self.paths.create(parent, bounds) for _ in range(request.n)]
         self._renew_lease()
         return paths
+
+    def _segment(self, segment_id: str) -> Segment:
+        segment = self.paths.tree.by_id.get(segment_id)
+        if segment is None:
+            raise SegmentNotFound()
+        return segment
 
     async def drop(self, segment_id: str) -> list[str]:
         """Remove a segment and its descendants from the tree and abort the paths below them."""
         self._check_open()
-        segment = self.tree.get_segment(segment_id)
-        assert segment is not None
+        segment = self._segment(segment_id)
+        running, exports = self.paths.running, self.paths.group.exports
         self._renew_lease()
-        dropped_ids = self.tree.descendants(segment)
-        dropped_paths = [p for p in self._paths.values() if p.parent and p.parent.id in dropped_ids]
+        dropped_ids = self.paths.tree.drop(segment)
+        dropped_paths = [path for path in running.values() if path.parent.id in dropped_ids]
         for path in dropped_paths:
-            del self._paths[path.id]
-        self.tree.drop(dropped_ids)
-        if self.exports is not None:
-            self.exports.drop(dropped_ids)
-        await self._engine.abort([path.id for path in dropped_paths])
+            del running[path.id]
+        if exports is not None:
+            exports.drop(dropped_ids)
+        await self.paths.engine.abort([path.id for path in dropped_paths])
         return sorted(dropped_ids)
 
     async def cancel_branch(self, branch_result: BranchResult) -> None:
         """Abort a disconnected caller's new paths, unless an idempotency key allows a retry."""
         if not branch_result.has_idempotency_key:
-            await self._engine.abort(branch_result.path_ids)
+            await self.paths.engine.abort(branch_result.path_ids)
 
-    async def end(self, engine: Generation, end_reason: EndReason) -> None:
-        """End the tree; marks it as truncated unless the reason is "cancelled".
+    def on_end(self, end_reason: EndReason) -> None:
+        """Mark the tree as truncated unless the reason is "cancelled".
 
         Cancellation is the way in which its owner completes a tree.
         """
-        self._was_truncated |= end_reason != "cancelled"
-        await TreeGroup.end(self, engine, end_reason)
+        self.paths.was_truncated |= end_reason != "cancelled"
         self._changed.set()
 
     def close(self) -> None:
@@ -193,54 +202,47 @@ class ExternalTree(TreeGroup):
         self._is_closing = True
         self._changed.set()
 
-    async def _run_until_done(self) -> None:
+    async def _run_until_done(self, group: Group) -> None:
+        """Wait until the tree has no running paths and no lease, or ends early.
+
+        Paths that still run are awaited by the task group.
+        """
         self._is_open = True
         self._renew_lease()
         try:
-            while self._is_alive():
+            while not group.ends and (group.num_running or self._can_grow()):
                 self._changed.clear()
-                left = None if self._unfinished else self._expires - _now()
+                left = None if group.num_running else self._expires - _now()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(left):
                         await self._changed.wait()
         finally:
             self._is_open = False
 
-    def _is_alive(self) -> bool:
-        """True while the tree has running paths or an unexpired lease, and has not been ended.
-
-        When the tree ends early, the task group still awaits its running paths.
-        """
-        if self.end_reason or not self._unfinished and self._is_closing:
-            return False
-        return bool(self._unfinished) or self._expires > _now()
+    def _can_grow(self) -> bool:
+        return not self._is_closing and self._expires > _now()
 
     def _renew_lease(self) -> None:
         self._expires = _now() + self.lease_seconds
         self._changed.set()
 
     def _check_open(self) -> None:
-        if not self._is_open or self._is_closing or self.end_reason:
+        if not self._is_open or self._is_closing or self.paths.group.ends:
             raise TreeClosed()
 
-    def _num_leaves_with(self, parent: Segment | None, n: int) -> int:
+    def _num_leaves_with(self, parent: Segment, n: int) -> int:
         """Number of leaves and running paths of the tree once `n` more start at `parent`."""
-        parents = {path.parent.id for path in self._paths.values() if path.parent}
-        parents |= set() if parent is None else {parent.id}
-        leaves = sum(leaf.id not in parents for leaf in self.tree.leaves())
-        return leaves + len(self._paths) + n
+        running, segments = self.paths.running, self.paths.tree.by_id.values()
+        continued = {path.parent for path in running.values()} | {parent}
+        leaves = sum(each.is_leaf and each not in continued for each in segments)
+        return leaves + len(running) + n
 
-    def _cut_at_position(self, path: Path, tokens: TokenLists) -> tuple[Segment, list[Fork]]:
-        """Add a cut path's tokens as one segment, from which the caller may branch later."""
-        return self.tree.add(path.parent, path.depth, f"{path.name}+0", tokens, "cut"), []
-
-    @property
-    def complete_finishes(self) -> Collection[SegmentFinish]:
-        """Finish reasons with which a leaf counts as complete, including "cut".
-
-        The caller decides where a tree ends.
-        """
-        return {*COMPLETE_FINISHES, "cut"}
+    def _grow(
+        self, path: Path, tokens: TokenLists, finish: SegmentFinish, stop_reason: int | str | None
+    ) -> tuple[Segment, list[Path]]:
+        """Add a path's tokens as one segment, from which the caller may branch if it was cut."""
+        add, name = self.paths.tree.add, f"{path.name}+0"
+        return add(path.parent, tokens, finish, stop_reason, name=name), []
 
 
 class ExternalTrees:
@@ -253,10 +255,10 @@ class ExternalTrees:
         """Find the tree of a rollout's group; waits for an activation of weights in progress."""
         await self._rollouts.wait_gate_open()
         groups = self._rollouts.get(rollout_id, owner=owner).groups
-        group = groups[index] if index < len(groups) else None
-        if not isinstance(group, ExternalTree):
+        tree = groups[index].sampler if index < len(groups) else None
+        if not isinstance(tree, ExternalTree):
             raise TreeClosed()
-        return group
+        return tree
 
     def on_disconnect(self, tree: ExternalTree, branch_result: BranchResult) -> None:
         """Cancel a branch request whose caller has disconnected, if its paths are still running."""
@@ -265,14 +267,10 @@ class ExternalTrees:
 
     def close(self) -> None:
         """Reject further branches of all trees; each ends once none of its paths is running."""
-        for tree in self._running():
-            tree.close()
-
-    def _running(self) -> Iterator[ExternalTree]:
         for rollout in self._rollouts.in_flight():
             for group in rollout.groups:
-                if isinstance(group, ExternalTree):
-                    yield group
+                if isinstance(group.sampler, ExternalTree):
+                    group.sampler.close()
 
 
 def _now() -> float:

@@ -1,75 +1,108 @@
-"""Answer of a tree rollout: its outcome, its segments, and the samples that end at its leaves."""
+"""Answers of token trees: their segments, their outcome, and the samples that end at leaves."""
 
 from collections import Counter
 from collections.abc import Collection, Sequence
+from typing import Any
 
-from coppice.wire.columns.logprobs import PromptLogprobs
+from coppice.wire.columns.token_columns import TokenColumns
 from coppice.wire.rollouts import GroupAnswer, Outcome, SampleAnswer, SegmentAnswer, SegmentFinish
-from service.rollouts.group import OnPart
+from service.rollouts import sample_answer
 from service.rollouts.group_options import GroupOptions
-from service.rollouts.sample_answer import answer_fields
-from service.rollouts.sampling import parsed_message
-from service.rollouts.trees.segment_tree import LeafPath, Segment, Tree
+from service.rollouts.trees.segment import Segment, descendants
+
+COMPLETE_FINISHES: Collection[SegmentFinish] = frozenset({"stop", "length", "budget"})
+"""Finish reasons of a path that ended by itself; the token budget is a limit like any other."""
 
 
-async def tree_answer(
-    tree: Tree,
-    options: GroupOptions,
-    done: OnPart,
-    *,
-    flatten: bool,
-    outcome: Outcome,
-    num_cached_tokens: int,
-    prompt_logprobs: PromptLogprobs | None,
+def segment_answer(
+    segment: Segment, root: Segment | None = None, columns: dict[str, Any] | None = None
+) -> SegmentAnswer:
+    """Answer of a segment; those directly below `root` have no parent.
+
+    `columns` are its fields with the columns of its tokens, if they are encoded already.
+    """
+    if columns is None:
+        tokens = segment.sample or TokenColumns(
+            token_ids=segment.token_ids.tolist(), logprobs=[], versions=()
+        )
+        columns = tokens.wire_fields(SegmentAnswer)
+    return SegmentAnswer(
+        **columns,
+        id=segment.id,
+        parent=None if segment.parent is root else segment.parent_id,
+        depth=segment.depth,
+        finish_reason=segment.finish,
+        stop_reason=segment.stop_reason,
+        sampled=segment.sample is not None,
+    )
+
+
+async def kept_answer(segment: Segment) -> SegmentAnswer:
+    """Answer of a sampled segment, whose columns are encoded once."""
+    if segment.answer is None:
+        assert segment.sample is not None, "a rollout has no context below its prompt"
+        columns = await sample_answer.answer_fields(segment.sample, SegmentAnswer)
+        segment.answer = segment_answer(segment, columns=columns)
+    return segment.answer
+
+
+def with_samples(root: Segment) -> list[Segment]:
+    """Segments below a root that are samples or have samples below them, parents first."""
+    below, kept = list(descendants(root.children)), set[Segment]()
+    for segment in reversed(below):
+        if segment.sample is not None or not kept.isdisjoint(segment.children):
+            kept.add(segment)
+    return [segment for segment in below if segment in kept]
+
+
+def root_answer(
+    index: int, root: Segment, segments: Sequence[Segment], *, is_complete: bool
 ) -> GroupAnswer:
-    """Answer of a complete tree; `done` is called with each sample, if there are any."""
-    rows = tree.rows() if flatten else []
-    samples = [await row_answer(i, row, options) for i, row in enumerate(rows)]
-    for sample in samples:
-        done(sample)
+    """Answer of one tree of a session: the segments below a root, parents first."""
+    answers = [segment_answer(each, root) for each in segments]
+    leaves = leaves_of(answers)
+    first = next(each for each in segments if each.sample is not None)
     return GroupAnswer(
-        id=options.id,
-        index=options.index,
-        outcome=outcome,
-        num_prompt_tokens=len(options.prompt_token_ids),
-        prompt_token_ids=options.prompt_token_ids if options.echo else None,
-        num_cached_tokens=num_cached_tokens,
-        samples=samples,
-        segments=await tree.answers(),
-        leaves=[leaf.id for leaf in tree.leaves()],
-        num_dropped=tree.num_dropped,
-        prompt_logprobs=prompt_logprobs,
-    )
-
-
-async def row_answer(index: int, row: LeafPath, options: GroupOptions) -> SampleAnswer:
-    """Convert the path from the prompt to a leaf to the answer of a sample without a tree."""
-    finish, stop_reason, decode = row.leaf.finish, row.leaf.stop_reason, options.decode
-    tokens = row.tokens
-    return SampleAnswer(
-        **await answer_fields(tokens, SampleAnswer),
+        id=root.id,
         index=index,
-        text=await decode(tokens.token_ids, stop_reason, options.sampling) if decode else None,
-        finish_reason="length" if finish == "cut" or finish == "budget" else finish,
-        stop_reason=stop_reason,
-        message=await parsed_message(options, tokens.token_ids, stop_reason),
+        outcome=outcome_of(leaves),
+        num_prompt_tokens=len(root.token_ids),
+        prompt_token_ids=root.token_ids.tolist(),
+        num_cached_tokens=min(first.num_cached_tokens, len(root.token_ids)),
+        leaves=[leaf.id for leaf in leaves],
+        samples=[],
+        segments=with_num_leaves(answers) if is_complete else answers,
     )
+
+
+async def row_answer(index: int, leaf: Segment, options: GroupOptions) -> SampleAnswer:
+    """Answer of a sample without a tree, whose tokens are those from the prompt to a leaf."""
+    finish = leaf.finish
+    if finish == "cut" or finish == "budget":
+        finish = "length"
+    tokens = TokenColumns.joined(each.sample for each in leaf.path() if each.sample is not None)
+    return await sample_answer.create(options, index, tokens, finish, leaf.stop_reason)
+
+
+def leaves_of(segments: Sequence[SegmentAnswer]) -> list[SegmentAnswer]:
+    parents = {segment.parent for segment in segments}
+    return [segment for segment in segments if segment.id not in parents]
 
 
 def outcome_of(
-    leaves: Collection[Segment],
+    leaves: Collection[SegmentAnswer],
     *,
-    complete_finishes: Collection[SegmentFinish],
-    num_required: int | None,
-    was_truncated: bool,
-    cancelled: bool,
+    complete_finishes: Collection[SegmentFinish] = COMPLETE_FINISHES,
+    num_required: int | None = None,
+    was_truncated: bool = False,
+    cancelled: bool = False,
 ) -> Outcome:
-    """Outcome of a tree rollout, from the finish reasons of its leaves.
+    """Outcome of a tree, from the finish reasons of its leaves.
 
     `complete_finishes` are the finish reasons of a complete leaf. `was_truncated`: the tree was
     ended before it was complete.
     """
-    finishes = Counter(leaf.finish for leaf in leaves)
+    finishes = Counter(leaf.finish_reason for leaf in leaves)
     num_complete = sum(finishes[finish] for finish in complete_finishes)
     if num_required is not None and num_complete >= num_required:
         return "done"

@@ -27,7 +27,7 @@ from service.errors import VersionConflict
 from service.state_changes import StateChanges
 from service.versions import Versions
 from service.weights.activation import Activation
-from service.weights.replication.follower import Follower
+from service.weights.replication.reconciler import Reconciler
 
 POLL_SECONDS = 0.1
 
@@ -42,7 +42,7 @@ class ActivationCoordinator:
         cluster: ClusterMembership,
         versions: Versions,
         activation: Activation,
-        follower: Follower,
+        reconciler: Reconciler,
         state_changes: StateChanges,
         settings: WeightsSettings,
         *,
@@ -50,33 +50,24 @@ class ActivationCoordinator:
     ) -> None:
         self._cluster = cluster
         self._versions = versions
-        self._follower = follower
+        self._reconciler = reconciler
         self._activation = activation
         self._state_changes = state_changes
         self._seconds = settings.replication_seconds
         self._clock = clock
         self._stopped = False
-        self._timeouts: set[asyncio.Timeout] = set()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Context manager that runs the follower; on exit, activations stop waiting.
+        """Context manager of the reconciliation with the cluster registry.
 
-        They then wait neither for other replicas nor for downloads.
+        On exit, activations wait neither for other replicas nor for downloads.
         """
-        follower_task = asyncio.create_task(self._follower.run())
-        try:
-            yield
-        finally:
-            self._stop_waiting()
-            follower_task.cancel()
-            await asyncio.gather(follower_task, return_exceptions=True)
-
-    def _stop_waiting(self) -> None:
-        self._stopped = True
-        for timeout in self._timeouts:
-            if not timeout.expired():
-                timeout.reschedule(0)
+        async with self._reconciler.running():
+            try:
+                yield
+            finally:
+                self._stopped = True
 
     async def activate(
         self,
@@ -100,15 +91,15 @@ class ActivationCoordinator:
     ) -> ActivationAnswer:
         deadline = self._clock() + self._seconds
         await self._wait_until(lambda replica: True, deadline)
-        await self._ensure_present(label, deadline)
+        await self._reconciler.ensure_present(label, max(0.0, deadline - self._clock()))
         self._versions.check_activation(label, allow_rollback=allow_rollback)
         await self._wait_until(
             lambda replica: label in replica.staged, deadline, failed_version=label
         )
-        own_kv = self._follower.kv_of_activation(kv)
+        own_kv = self._reconciler.kv_of_activation(kv)
         answer = await self._activation.apply(label, mode, allow_rollback=allow_rollback, kv=own_kv)
         target = await self._set_target(label, mode, allow_rollback, kv)
-        self._follower.on_target_applied(target)
+        self._reconciler.on_target_applied(target)
         pending = await self._wait_until(
             lambda replica: replica.epoch >= target.epoch, deadline, failed_version=label
         )
@@ -116,31 +107,19 @@ class ActivationCoordinator:
             update={"pending_replicas": sorted(replica.id for replica in pending)}
         )
 
-    async def _ensure_present(self, label: str, deadline: float) -> None:
-        seconds = 0.0 if self._stopped else max(0.0, deadline - self._clock())
-        timeout = asyncio.timeout(seconds)
-        self._timeouts.add(timeout)
-        try:
-            async with timeout:
-                await self._follower.fetcher.ensure_present(label)
-        except TimeoutError:
-            raise VersionConflict("this replica could not fetch the version in time") from None
-        finally:
-            self._timeouts.discard(timeout)
-
     async def _set_target(
         self, label: str, mode: ActivationMode, allow_rollback: bool, kv: ActivationKv
     ) -> ActivationTarget:
         """Make a version the cluster's activation target, unless it is already; returns the target.
 
-        If the registry is unavailable, the follower sets the target once the registry is back.
+        If the registry is unavailable, the reconciler sets the target once the registry is back.
         """
         before = self._cluster.view.target
         if before is not None and before.version == label:
             return before
-        epoch = max(self._follower.replica_status.epoch, 0 if before is None else before.epoch) + 1
+        known_epoch = 0 if before is None else before.epoch
         target = ActivationTarget(
-            epoch=epoch,
+            epoch=max(self._reconciler.replica_status.epoch, known_epoch) + 1,
             version=label,
             id=new_target_id(),
             previous=None if before is None else before.id,
@@ -149,7 +128,7 @@ class ActivationCoordinator:
             kv=kv,
         )
         try:
-            with self._follower.setting_target(target.id):
+            with self._reconciler.setting_target(target.id):
                 current_target = await self._cluster.registry.set_target(target)
                 if current_target != target:
                     raise VersionConflict(

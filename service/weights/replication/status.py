@@ -2,7 +2,7 @@
 
 from coppice.wire.weights import ReplicaWeights, VersionsAnswer
 from service.cluster.membership import ClusterMembership
-from service.cluster.registry import ClusterView, Replica
+from service.cluster.registry import Replica
 from service.versions import Versions
 
 
@@ -12,7 +12,6 @@ class ReplicationStatus:
     def __init__(self, cluster: ClusterMembership, versions: Versions) -> None:
         self._cluster = cluster
         self._versions = versions
-        cluster.view_listeners.append(self._on_view)
 
     def answer(self) -> VersionsAnswer:
         target = self._cluster.view.target
@@ -57,6 +56,3 @@ class ReplicationStatus:
             return 0
         sequence = self._versions.sequence_of(view.target.version)
         return 0 if sequence is None else max(0, sequence - replica.sequence)
-
-    def _on_view(self, view: ClusterView) -> None:
-        self._versions.learn_sequences({m.version: m.sequence for m in view.manifests.values()})

@@ -1,4 +1,4 @@
-"""Anchors over a stepped engine, selected and loaded as the service does."""
+"""Observations over a stepped engine, selected and loaded as the service does."""
 
 import itertools
 from collections.abc import Sequence
@@ -7,41 +7,43 @@ from typing import Any
 
 from coppice.wire.rollouts import PromptSpan
 from engine.types.kv import ExportSlot, KvLoad
-from service.kv_reuse.observed_prompt_selection import (
+from service.kv.arena import Extent
+from service.kv.spans.index import SpanEntry, SpanKey
+from service.kv.spans.observation_selection import (
     distance,
     find_candidates,
     pairs_to_compare,
-    select_anchors,
+    select_observations,
 )
-from service.kv_reuse.observed_prompts import Anchor, AnchorContext
-from service.kv_reuse.prediction import load_pieces
-from service.kv_reuse.prompt_sections import Scope, joined, template_of
-from service.kv_reuse.span_cache import CacheEntry, EntryKey
-from service.prompt_kv.arena import Extent
+from service.kv.spans.observations import Observation, PromptContext
+from service.kv.spans.prediction import load_pieces
+from service.kv.spans.prompt_template import Scope, joined, template_of
 from tests.arena import TestArena
 from tests.engine.kv_transfer.export_models import COMMITTED
 from tests.engine.stepped_engine import Answer, LiveEngine
 
 SCOPE = Scope("key", None)
-NAMES = (f"anchor-{i}" for i in itertools.count())
+NAMES = (f"observation-{i}" for i in itertools.count())
 
 
 @dataclass
 class PredictedLoads:
-    """Anchors of one engine and loads that are predicted from them."""
+    """Observations of one engine and loads that are predicted from them."""
 
     engine: LiveEngine
     arena: TestArena
-    anchors: list[Anchor] = field(default_factory=list)
-    alone: dict[tuple[int, ...], CacheEntry] = field(default_factory=dict)
+    observations: list[Observation] = field(default_factory=list)
+    alone: dict[tuple[int, ...], SpanEntry] = field(default_factory=dict)
 
-    def add_anchors(self, *prompts: Sequence[PromptSpan]) -> None:
-        """Prefills the anchors one after the other."""
+    def add_observations(self, *prompts: Sequence[PromptSpan]) -> None:
+        """Prefills the observations one after the other."""
         for parts in prompts:
             template, prompt = template_of(parts), joined(parts)
-            context, bases = AnchorContext(SCOPE, 0, template.context), self._bases(parts)
+            context, bases = PromptContext(SCOPE, 0, template.context), self._bases(parts)
             real = self._export(prompt, template.num_tokens)
-            self.anchors.append(Anchor(context=context, template=template, real=real, bases=bases))
+            self.observations.append(
+                Observation(context=context, template=template, real=real, bases=bases)
+            )
 
     def load(
         self,
@@ -52,28 +54,28 @@ class PredictedLoads:
         max_entropy: float = 1.0,
         use_exact: bool = True,
     ) -> KvLoad:
-        """Without `use_exact`, named texts are predicted even if an anchor has the same ones."""
+        """Without `use_exact`, named texts are predicted even if an observation has them."""
         template, bases = template_of(parts), self._bases(parts)
-        candidates = find_candidates(template, self.anchors)
-        assert candidates is not None, "too few anchors"
+        candidates = find_candidates(template, self.observations)
+        assert candidates is not None, "too few observations"
         if not use_exact:
             candidates[1:] = [
                 replace(
                     candidate,
                     exact_match=None,
-                    anchors=self.anchors,
+                    observations=self.observations,
                     compared_section=i - 1 + i % 2,
                 )
                 for i, candidate in enumerate(candidates[1:], start=1)
             ]
         view = self.arena.bytes.data
         distances = {
-            (index, anchor): distance(
-                view, self.arena.form, bases[index].slot, anchor.bases[index].slot
+            (index, observed): distance(
+                view, self.arena.form, bases[index].slot, observed.bases[index].slot
             )
-            for index, anchor in pairs_to_compare(template, candidates)
+            for index, observed in pairs_to_compare(template, candidates)
         }
-        choice = select_anchors(template, candidates, distances, max_entropy)
+        choice = select_observations(template, candidates, distances, max_entropy)
         assert choice is not None, "not shareable"
         pieces = load_pieces(template, bases, candidates, choice)
         return KvLoad(chain=chain, num_requests=n, exact_tokens=choice.exact_tokens, pieces=pieces)
@@ -102,10 +104,10 @@ class PredictedLoads:
     def slot(self, num_tokens: int) -> ExportSlot:
         return replace(self.arena.slot(num_tokens), name=next(NAMES))
 
-    def _bases(self, parts: Sequence[PromptSpan]) -> dict[int, CacheEntry]:
+    def _bases(self, parts: Sequence[PromptSpan]) -> dict[int, SpanEntry]:
         template, prompt = template_of(parts), joined(parts)
         texts = {part.cache_key: list(part.token_ids) for part in parts}
-        entries: dict[int, CacheEntry] = {}
+        entries: dict[int, SpanEntry] = {}
         for index, section in enumerate(template.sections):
             if section.cache_key is None:
                 continue
@@ -116,10 +118,10 @@ class PredictedLoads:
             entries[index] = self.alone[tuple(text)]
         return entries
 
-    def _export(self, prompt: Sequence[int], num_tokens: int) -> CacheEntry:
+    def _export(self, prompt: Sequence[int], num_tokens: int) -> SpanEntry:
         slot = self.slot(num_tokens)
         self.engine.finish(self.engine.submit(prompt, export=slot, max_tokens=1))
         assert self.arena.words(slot) == COMMITTED
-        return CacheEntry(
-            slot=slot, extent=Extent(0, 0), key=EntryKey(SCOPE, 0, "", b""), is_written=True
+        return SpanEntry(
+            slot=slot, extent=Extent(0, 0), key=SpanKey(SCOPE, 0, "", b""), is_committed=True
         )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.types.kv import ExportSlot, KvFormat
-from service.prompt_kv.layout import LayoutFactory
+from service.kv.handles.file_layout import LayoutFactory
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 

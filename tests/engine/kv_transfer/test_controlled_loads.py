@@ -16,8 +16,8 @@ from engine.requests.request_params import sampling_params
 from engine.sampling import control_hooks
 from engine.types.kv import KvLoad
 from engine.types.samples import SampleRequest, Sampling, StructuredOutputs
-from service.kv_reuse.prompt_sections import joined
-from service.kv_reuse.splicing import prefill_lengths
+from service.kv.spans.prompt_template import joined
+from service.kv.spans.splicing import prefill_lengths
 from tests.arena import TestArena
 from tests.engine.kv_transfer.export_models import EXPORTING, kv_format, save_model
 from tests.engine.kv_transfer.load_chains import Chains, spans

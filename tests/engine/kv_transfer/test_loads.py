@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from coppice.wire.rollouts import PromptSpan
-from service.kv_reuse.prompt_sections import joined
-from service.kv_reuse.splicing import prefill_lengths
+from service.kv.spans.prompt_template import joined
+from service.kv.spans.splicing import prefill_lengths
 from tests.arena import TestArena
 from tests.engine.kv_transfer.export_models import (
     COMMITTED,

@@ -18,7 +18,7 @@ from coppice.wire.rollouts import PromptSpan
 from engine.kv_transfer.worker.loader import group_runs
 from engine.runtime.feature_guard import features
 from engine.types.kv import KvLoad, LoadPiece
-from service.kv_reuse.prompt_sections import joined
+from service.kv.spans.prompt_template import joined
 from tests.arena import TestArena
 from tests.engine.kv_transfer.export_models import (
     EXPORTING,
@@ -65,8 +65,8 @@ class Scenario:
     def expected_kv(self, parts: Sequence[PromptSpan], answer: Answer) -> torch.Tensor:
         """Expected log-probabilities of the answer's tokens, given the predicted KV."""
         predictor = HfPredictor(self.truth["v7"])
-        anchors = [predictor.anchor(known) for known in (FIRST, SECOND)]
-        found = predictor.assemble(parts, anchors, answer.token_ids, max_entropy=1.0)
+        observations = [predictor.observed(known) for known in (FIRST, SECOND)]
+        found = predictor.assemble(parts, observations, answer.token_ids, max_entropy=1.0)
         assert found is not None
         return found.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
 
@@ -114,11 +114,11 @@ def shared(models: dict[str, Path]) -> Iterator[LiveEngine]:
 def scenario(
     shared: LiveEngine, models: dict[str, Path], truth: dict[str, Any], tmp_path: Path
 ) -> Iterator[Scenario]:
-    """An engine with v7, two anchors and an empty cache. Every test leaves no state behind."""
+    """An engine with v7, two observations and an empty cache. Every test leaves no state behind."""
     shared.swap(models["v7"])
     arena = TestArena(tmp_path / "arena", kv_format(2), num_bytes=2**23)
     predicting = PredictedLoads(shared, arena)
-    predicting.add_anchors(FIRST, SECOND)
+    predicting.add_observations(FIRST, SECOND)
     yield Scenario(shared, predicting, models, truth)
     arena.check()
     connector = shared.core.scheduler.connector
@@ -129,12 +129,12 @@ def scenario(
 
 
 @pytest.mark.parametrize(("parts", "taken"), [(FIRST, True), (SECOND, True), (FIRST, False)])
-def test_prompt_whose_texts_are_in_an_anchor_equals_its_prefill(
+def test_prompt_whose_texts_are_in_an_observation_equals_its_prefill(
     scenario: Scenario, parts: list[PromptSpan], taken: bool
 ) -> None:
-    """In one request, all tokens but the last: taken from that anchor, or predicted from both.
+    """In one request, all tokens but the last: taken from that observation, or predicted from both.
 
-    In the second case the other anchor has weight zero. Nothing is cached under the salt.
+    In the second case the other observation has weight zero. Nothing is cached under the salt.
     """
     load = scenario.predicting.load(parts, chain="same", use_exact=taken)
     assert any(piece.observations for piece in load.pieces) is not taken
@@ -202,7 +202,7 @@ def test_two_groups_and_an_export_run_concurrently(scenario: Scenario) -> None:
     assert max_error(scenario.predicting.arena, slot, truth) < CLOSE
 
 
-def test_anchors_of_other_weights_are_not_loaded(scenario: Scenario) -> None:
+def test_observations_of_other_weights_are_not_loaded(scenario: Scenario) -> None:
     load = scenario.predicting.load(THIRD, chain="old")
     waiting = scenario.predicting.submit(THIRD, replace(load, chain="waits"))
     scenario.engine.swap(scenario.models["v8"])

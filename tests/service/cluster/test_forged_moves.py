@@ -157,8 +157,8 @@ async def refused(a: Served, b: Served, state: State) -> httpx.Response:
     headers = {"content-type": "application/json"}
     response = await b.http.post("/v1/moves", content=json.dumps(state), headers=headers)
     assert (b.server.rollouts.num_running, b.server.admission.num_samples) == (0, 0)
-    assert (len(b.server.rollouts.keys), engine_of(b).submitted) == (0, [])
-    assert b.server.cluster.claims._claimed == set()
+    assert (len(b.server.idempotency_keys), engine_of(b).submitted) == (0, [])
+    assert b.server.idempotency_keys.held == set()
     true = moved_state(a)
     assert (await b.http.post("/v1/moves", json=true)).status_code == 201
     return response

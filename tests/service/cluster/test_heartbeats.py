@@ -2,7 +2,7 @@
 
 import pytest
 
-from service.cluster.idempotency_claims import MAX_CLAIMS_PER_HEARTBEAT
+from service.cluster.idempotency_keys import MAX_KEYS_PER_HEARTBEAT
 from service.cluster.membership import (
     FAST_HEARTBEAT_SECONDS,
     FAST_HEARTBEATS_FOR_SECONDS,
@@ -20,14 +20,14 @@ async def test_heartbeat_is_sent_now_for_what_is_left(refresh: MembershipProbe) 
     await refresh.beat()
     requested = refresh.cluster._heartbeat_requested
     assert not requested.is_set()
-    for number in range(MAX_CLAIMS_PER_HEARTBEAT + 1):
-        await refresh.cluster.claim(f"p{number}")
-        refresh.cluster.release(f"p{number}")
+    for number in range(MAX_KEYS_PER_HEARTBEAT + 1):
+        await refresh.claim(f"p{number}")
+        refresh.release(f"p{number}")
     await refresh.beat()
     assert requested.is_set()
     requested.clear()
     refresh.registry.silent = True
-    await refresh.cluster.claim("q")
+    await refresh.claim("q")
     assert requested.is_set(), "the outage is detected before the next heartbeat is due"
 
 

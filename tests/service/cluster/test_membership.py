@@ -8,26 +8,29 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from service.cluster.idempotency_claims import MAX_CLAIMS_PER_HEARTBEAT
+from service.cluster.idempotency_claim import IdempotencyClaim
+from service.cluster.idempotency_keys import IdempotencyKeys
 from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import ClusterView, RegistryUnavailable, Replica
 from service.config.cluster import ClusterSettings
-from service.errors import ClusterUnavailable, RedirectToReplica, ReplicaGone
+from service.errors import ClusterUnavailable, Draining, RedirectToReplica, ReplicaGone
 from service.observability.metrics import ClusterMetrics
 
 A = Replica(id="a" * 12, url="http://a", state="serving", version="v0", sequence=0)
 B = Replica(id="b" * 12, url="http://b", state="serving", version="v0", sequence=0)
 SETTINGS = ClusterSettings(redis_url="redis://nowhere")
 EXPIRE = SETTINGS.expire_seconds
+KEEP_SECONDS = 3600.0
 
 
 class Faulty(InMemoryRegistry):
-    """`silent`: every call fails without an answer; `releasing` runs just before a release."""
+    """`silent`: every call fails without an answer; `claiming` and `releasing` run before it."""
 
     def __init__(self, clock: "Clock") -> None:
         super().__init__(clock=clock)
         self.silent = False
+        self.claiming: Callable[[], Awaitable[None]] | None = None
         self.releasing: Callable[[], Awaitable[None]] | None = None
         self.beats = 0
 
@@ -46,6 +49,8 @@ class Faulty(InMemoryRegistry):
     async def claim(
         self, place: str, replica_id: str, *, ttl_seconds: float, allow_takeover: bool
     ) -> str:
+        if self.claiming is not None:
+            await self.claiming()
         holder: str = await self._heard(
             super().claim(place, replica_id, ttl_seconds=ttl_seconds, allow_takeover=allow_takeover)
         )
@@ -73,18 +78,42 @@ class Clock:
 
 
 class MembershipProbe:
-    """One replica under test, its cluster registry, and the other replicas."""
+    """One replica under test with its keys, its cluster registry, and the other replicas."""
 
     def __init__(self) -> None:
         self.clock = Clock()
         self.registry = Faulty(self.clock)
         self.counts = CollectorRegistry()
+        metrics = ClusterMetrics(self.counts)
         self.cluster = ClusterMembership(
-            self.registry,
-            SETTINGS,
-            ClusterMetrics(self.counts),
-            describe=lambda: A,
-            clock=self.clock,
+            self.registry, SETTINGS, metrics, describe=lambda: A, clock=self.clock
+        )
+        self.keys = IdempotencyKeys(
+            self.cluster, metrics, max_seconds=KEEP_SECONDS, clock=self.clock
+        )
+        self._claims: dict[str, IdempotencyClaim] = {}
+
+    async def claim(self, key: str) -> None:
+        """Claim a key as a request that is accepted."""
+        claim = IdempotencyClaim("local", key, b"")
+        async with self.keys.claimed(claim):
+            self._claims[key] = claim
+
+    def release(self, key: str) -> None:
+        self.keys.release(self._claims[key])
+
+    async def refuse(self, key: str, during: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Claim a key as a request that is refused, after `during`."""
+        with pytest.raises(Draining):
+            async with self.keys.claimed(IdempotencyClaim("local", key, b"")):
+                if during is not None:
+                    await during()
+                raise Draining(retry_after_seconds=1)
+
+    async def claimed_by(self, other: Replica, key: str) -> str:
+        """Id of the holder of a key after another replica has claimed it."""
+        return await self.registry.claim(
+            f"local\n{key}", other.id, ttl_seconds=1e6, allow_takeover=False
         )
 
     @property
@@ -163,100 +192,6 @@ async def test_after_a_flush_no_replica_is_gone_until_confirmed(refresh: Members
     assert (refresh.cluster.is_settled, await refresh.asked_for(B)) == (True, "ReplicaGone")
 
 
-async def test_after_a_flush_keys_are_claimed_again(refresh: MembershipProbe) -> None:
-    await refresh.beat()
-    await refresh.cluster.claim("p")
-    await refresh.cluster.claim("q")
-    refresh.cluster.release("q")
-    refresh.registry.forget()
-    await refresh.beat()
-    holders = [
-        await refresh.registry.claim(place, B.id, ttl_seconds=9, allow_takeover=False)
-        for place in "pq"
-    ]
-    assert holders == [A.id, B.id]
-
-
-async def test_key_reclaimed_before_its_release_was_sent_stays_local(
-    refresh: MembershipProbe,
-) -> None:
-    await refresh.beat()
-    await refresh.cluster.claim("p")
-    refresh.cluster.release("p")
-    await refresh.cluster.claim("p")
-    await refresh.beat()
-    assert await refresh.registry.claim("p", B.id, ttl_seconds=9, allow_takeover=False) == A.id
-
-
-async def test_key_reclaimed_while_its_release_is_sent_stays_local(
-    refresh: MembershipProbe,
-) -> None:
-    await refresh.beat()
-    await refresh.cluster.claim("p")
-    refresh.cluster.release("p")
-    refresh.registry.releasing = lambda: refresh.cluster.claim("p")
-    await refresh.beat()
-    assert await refresh.registry.claim("p", B.id, ttl_seconds=9, allow_takeover=False) == A.id
-
-
-@pytest.mark.parametrize("silent", [False, True])
-async def test_released_key_is_available_at_once_or_after_the_next_heartbeat(
-    refresh: MembershipProbe, silent: bool
-) -> None:
-    await refresh.beat()
-    await refresh.cluster.claim("p")
-    refresh.registry.silent = silent
-    await refresh.cluster.release_now("p")
-    refresh.registry.silent = False
-    if silent:
-        assert refresh.failed == ["release"]
-        await refresh.beat()
-    assert await refresh.registry.claim("p", B.id, ttl_seconds=9, allow_takeover=False) == B.id
-
-
-async def test_many_released_keys_do_not_delay_the_next_heartbeat(
-    refresh: MembershipProbe,
-) -> None:
-    await refresh.beat()
-    places = [f"p{number}" for number in range(MAX_CLAIMS_PER_HEARTBEAT + 1)]
-    for place in places:
-        await refresh.cluster.claim(place)
-        refresh.cluster.release(place)
-    left = []
-    for _ in "ab":
-        await refresh.beat()
-        left.append(refresh.registry.num_claims)
-    assert left == [1, 0]
-
-
-async def test_key_claimed_during_an_outage_is_shared_after_recovery(
-    refresh: MembershipProbe,
-) -> None:
-    await refresh.beat()
-    refresh.registry.silent = True
-    await refresh.cluster.claim("p")
-    await refresh.beat()
-    await refresh.cluster.claim("q")
-    assert (refresh.num_unshared, refresh.failed) == (2, ["claim", "heartbeat"])
-    refresh.registry.silent = False
-    await refresh.beat()
-    holders = [
-        await refresh.registry.claim(place, B.id, ttl_seconds=9, allow_takeover=False)
-        for place in "pq"
-    ]
-    assert holders == [A.id, A.id]
-
-
-async def test_key_of_a_replica_that_may_return_is_not_taken_over(refresh: MembershipProbe) -> None:
-    await refresh.registry.claim("p", B.id, ttl_seconds=1e6, allow_takeover=False)
-    await refresh.beat()
-    with pytest.raises(ClusterUnavailable):
-        await refresh.cluster.claim("p")
-    await refresh.pass_by(EXPIRE + 3)
-    await refresh.cluster.claim("p")
-    assert await refresh.registry.claim("p", B.id, ttl_seconds=9, allow_takeover=False) == A.id
-
-
 async def test_concurrent_lookups_of_an_unknown_id_query_the_registry_once(
     refresh: MembershipProbe,
 ) -> None:
@@ -293,24 +228,3 @@ async def test_unregistered_replica_is_no_longer_listed(refresh: MembershipProbe
     with pytest.raises(RegistryUnavailable):
         await refresh.cluster.refresh()
     assert A.id not in (await refresh.registry.beat(B, ttl_seconds=9)).replicas, "it has left"
-
-
-async def test_key_of_another_replica_is_not_claimed_after_a_flush(
-    refresh: MembershipProbe,
-) -> None:
-    await refresh.pass_by(EXPIRE + 3, B)
-    await refresh.registry.claim("p", B.id, ttl_seconds=1e6, allow_takeover=False)
-    with pytest.raises(RedirectToReplica):
-        await refresh.cluster.claim("p")
-    refresh.registry.forget()
-    await refresh.beat()
-    assert await refresh.registry.claim("p", B.id, ttl_seconds=9, allow_takeover=False) == B.id
-
-
-async def test_release_is_not_sent_at_once_during_an_outage(refresh: MembershipProbe) -> None:
-    await refresh.beat()
-    await refresh.cluster.claim("p")
-    refresh.registry.silent = True
-    await refresh.beat()
-    await refresh.cluster.release_now("p")
-    assert refresh.failed == ["heartbeat"]

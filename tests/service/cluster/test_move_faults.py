@@ -80,7 +80,7 @@ async def test_rollout_ends_where_it_is_if_the_only_peer_fails(
     ):
         await see_each_other(a)
         answer = await answer_after_a_refused_move(a, **{"idempotency-key": "k"})
-        (claim,) = a.server.cluster.claims._claimed
+        (claim,) = a.server.idempotency_keys.held
         assert await registry.holder(claim) == a.server.cluster.own_id
     tokens = [sample["token_ids"] for sample in answer["groups"][0]["samples"]]
     assert tokens == [list(range(3, 15))] * 2

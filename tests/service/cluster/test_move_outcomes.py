@@ -14,6 +14,7 @@ from service.cluster.registry import RegistryUnavailable, Replica
 from service.config.allowed_peers import Peers
 from service.moves.peers import refusal_of
 from service.moves.sender import CONCURRENT_MOVES, MoveSender
+from service.rollouts.flat_sampler import FlatSampler
 from service.rollouts.group import Group
 from service.rollouts.group_options import GroupOptions
 from service.rollouts.rollout import Rollout
@@ -71,7 +72,7 @@ def sender_of(
         server.admission,
         server.rollouts,
         server.cluster,
-        server.key_transfers,
+        server.idempotency_keys,
         Peers(["http://127.0.0.1:*"], None),
         server.metrics.cluster,
         max_bytes=max_bytes,
@@ -189,7 +190,8 @@ async def test_stream_of_a_rollout_that_stays_here_has_each_token_once(tmp_path:
 
 async def test_cancellation_of_a_suspended_group_is_not_lost_when_it_continues() -> None:
     tokens: TokenLists = TokenColumns(token_ids=[1, 2], logprobs=[-1.0] * 2, versions=())
-    before = Group(options=GroupOptions(), suspended={0: tokens}, end_reason="suspended")
+    before = Group(options=GroupOptions(), sampler=FlatSampler(), suspended={0: tokens})
+    before.end_reason = "suspended"
     rollout = Rollout("1", [before], detached=True)
     await rollout.end(FakeEngine(), "cancelled")
     rollout._resume_groups()
@@ -247,7 +249,7 @@ async def test_callers_of_a_cancelled_copy_get_the_result_of_the_source(
         found = await b.http.get(place, follow_redirects=True)
         assert found.json() == answer
         assert answer["outcome"] == "done"
-        assert len(b.server.rollouts.keys) == 0
+        assert len(b.server.idempotency_keys) == 0
         assert all(answer["id"] != each.id for each in b.server.rollouts._results.list())
 
 
@@ -255,9 +257,9 @@ class LosesTransfers(InMemoryRegistry):
     """Registry whose transfers are executed, but whose responses are lost."""
 
     async def transfer(
-        self, claim_key: str, source: str, replica_id: str, *, ttl_seconds: float
+        self, registry_key: str, source: str, replica_id: str, *, ttl_seconds: float
     ) -> str:
-        await super().transfer(claim_key, source, replica_id, ttl_seconds=ttl_seconds)
+        await super().transfer(registry_key, source, replica_id, ttl_seconds=ttl_seconds)
         raise RegistryUnavailable("lost")
 
 
@@ -271,7 +273,7 @@ async def test_keys_whose_transfer_has_an_unknown_outcome_are_taken_back(tmp_pat
         await resubmitted(a, 2)
         await see_each_other(b)
         held = {key: entry.replica_id for key, entry in registry._claims.items()}
-        (claim,) = a.server.cluster.claims._claimed
+        (claim,) = a.server.idempotency_keys.held
         assert held == {claim: a.server.cluster.own_id}
         engine_of(a).step(12)
         assert (await calling).json()["outcome"] == "done"
@@ -294,7 +296,7 @@ async def test_rollout_that_is_cancelled_during_the_request_ends_on_both(tmp_pat
         assert (await calling).json()["outcome"] == "cancelled"
         while b.server.rollouts.num_running or engine_of(b).running:
             await asyncio.sleep(0.001)
-        assert len(b.server.rollouts.keys) == 0
+        assert len(b.server.idempotency_keys) == 0
 
 
 class CancelsAtTheSource(httpx.AsyncClient):

@@ -34,15 +34,15 @@ async def test_key_goes_to_the_replica_whose_retry_has_started_another_rollout(
     async with replicas(tmp_path, registry, cluster=CLUSTER) as (a, b):
         await see_each_other(a, b)
         place = await submit(a, **KEY)
-        (claim_key,) = a.server.cluster.claims._claimed
+        (registry_key,) = a.server.idempotency_keys.held
         b.server.cluster._on_unavailable("down")
         assert await submit(b, **KEY) != place
         await see_each_other(a, b)
-        assert await registry.holder(claim_key) == a.server.cluster.own_id
+        assert await registry.holder(registry_key) == a.server.cluster.own_id
         for each in (a, b):
             await ended(each)
         await drain(a)
-        assert await registry.holder(claim_key) == b.server.cluster.own_id
+        assert await registry.holder(registry_key) == b.server.cluster.own_id
 
 
 async def test_rollout_does_not_leave_its_key_to_a_replica_that_may_have_left(
@@ -71,15 +71,15 @@ async def taking_over_keys(b: Served) -> AsyncIterator[asyncio.Event]:
 
     The event is set when it has begun.
     """
-    transfers, has_begun, may_go_on = b.server.key_transfers, asyncio.Event(), asyncio.Event()
+    transfers, has_begun, may_go_on = b.server.idempotency_keys, asyncio.Event(), asyncio.Event()
     transfer, keys = transfers.try_to_take_over, list[str]()
 
-    async def slow_transfer(claim_key: str, source: str) -> bool:
-        keys.append(claim_key)
+    async def slow_transfer(registry_key: str, source: str) -> bool:
+        keys.append(registry_key)
         if len(keys) == 2:
             has_begun.set()
             await may_go_on.wait()
-        return await transfer(claim_key, source)
+        return await transfer(registry_key, source)
 
     transfers.try_to_take_over = slow_transfer  # type: ignore[method-assign]
     try:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from service.cluster.idempotency_claim import IdempotencyClaim
 from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.registry import RegistryUnavailable, Replica
-from service.rollouts.idempotency import IdempotencyClaim
 from tests.service.cluster.test_moves import (
     ASYNC,
     LONG,
@@ -41,10 +41,10 @@ class Interrupted(InMemoryRegistry):
         self.num_failed = 0
 
     async def transfer(
-        self, claim_key: str, source: str, replica_id: str, *, ttl_seconds: float
+        self, registry_key: str, source: str, replica_id: str, *, ttl_seconds: float
     ) -> str:
         if self.is_available:
-            return await super().transfer(claim_key, source, replica_id, ttl_seconds=ttl_seconds)
+            return await super().transfer(registry_key, source, replica_id, ttl_seconds=ttl_seconds)
         self.num_failed += 1
         raise RegistryUnavailable("down")
 
@@ -110,7 +110,7 @@ async def test_result_of_a_rollout_that_has_not_moved_is_moved_at_its_end(tmp_pa
 async def set_holder(served: Served, replica_id: str) -> None:
     """Let the registry name another holder of all keys of a replica, as after a loss of Redis."""
     registry = served.server.cluster.registry
-    for key in served.server.cluster.claims._claimed:
+    for key in served.server.idempotency_keys.held:
         await registry.release(key, served.server.cluster.own_id)
         await registry.claim(key, replica_id, ttl_seconds=600, allow_takeover=False)
 
@@ -144,7 +144,7 @@ async def test_rollout_moves_without_its_key_if_a_retry_has_started_another(
 ) -> None:
     async with pair(tmp_path, InMemoryRegistry()) as (a, b):
         place = await submit(a, **KEY)
-        (key,) = a.server.cluster.claims._claimed
+        (key,) = a.server.idempotency_keys.held
         await a.server.cluster.registry.release(key, a.server.cluster.own_id)
         other = await submit(b, **KEY)
         await ended(b)
@@ -164,18 +164,18 @@ async def test_rollout_moves_without_its_key_if_a_third_replica_holds_it(tmp_pat
         entry = Replica(id=GONE, url=OTHER_URL, state="draining", version="v0", sequence=0)
         await registry.beat(entry, ttl_seconds=60)
         await set_holder(a, GONE)
-        (key,) = a.server.cluster.claims._claimed
+        (key,) = a.server.idempotency_keys.held
         await drained(a, b, has_ended=True)
         await check_moved(b, place)
         assert await registry.holder(key) == GONE
-        assert key not in b.server.cluster.claims
+        assert key not in b.server.idempotency_keys.held
 
 
 async def test_rollout_is_refused_while_a_request_with_its_key_starts(tmp_path: Path) -> None:
     async with pair(tmp_path, InMemoryRegistry()) as (a, b):
         state = moved_state(a) | {"key": {"key": "k", "fingerprint": "0" * 64}}
         claim = IdempotencyClaim("local", "k", bytes(32))
-        b.server.rollouts.keys.claim(claim)
+        b.server.idempotency_keys.claim(claim)
         response = await b.http.post("/v1/moves", json=state)
         assert (response.status_code, response.json()["code"]) == (503, "not_ready")
-        assert (len(b.server.rollouts.keys), b.server.admission.num_samples) == (1, 0)
+        assert (len(b.server.idempotency_keys), b.server.admission.num_samples) == (1, 0)

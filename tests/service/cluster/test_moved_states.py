@@ -88,7 +88,7 @@ async def test_more_given_tokens_than_a_sample_has_are_refused(tmp_path: Path) -
         state = moved_state(a) | {"given": [{"group": 0, "index": 0, "num_tokens": 2}]}
         response = await b.http.post("/v1/moves", json=state)
         assert (response.status_code, b.server.admission.num_samples) == (422, 0)
-        assert len(b.server.rollouts.keys) == 0
+        assert len(b.server.idempotency_keys) == 0
 
 
 async def test_durations_include_the_time_before_the_move(tmp_path: Path) -> None:

@@ -33,19 +33,19 @@ class OneTransfer(InMemoryRegistry):
     num_transfers = 0
 
     async def transfer(
-        self, claim_key: str, source: str, replica_id: str, *, ttl_seconds: float
+        self, registry_key: str, source: str, replica_id: str, *, ttl_seconds: float
     ) -> str:
         self.num_transfers += 1
         if self.num_transfers == 2:
             raise RegistryUnavailable("down")
-        return await super().transfer(claim_key, source, replica_id, ttl_seconds=ttl_seconds)
+        return await super().transfer(registry_key, source, replica_id, ttl_seconds=ttl_seconds)
 
 
 class Unavailable(InMemoryRegistry):
     """Registry whose transfers fail, as while Redis fails over."""
 
     async def transfer(
-        self, claim_key: str, source: str, replica_id: str, *, ttl_seconds: float
+        self, registry_key: str, source: str, replica_id: str, *, ttl_seconds: float
     ) -> str:
         raise RegistryUnavailable("down")
 
@@ -468,7 +468,7 @@ async def test_state_that_does_not_fit_its_request_is_refused(
     response = await b.http.post("/v1/moves", json=state)
     assert (response.status_code, response.json()["code"]) == (422, "invalid_request")
     assert (b.server.rollouts.num_running, b.server.admission.num_samples) == (0, 0)
-    assert len(b.server.rollouts.keys) == 0
+    assert len(b.server.idempotency_keys) == 0
 
 
 async def test_state_is_accepted_once_and_can_be_cancelled(pair: list[Served]) -> None:
@@ -483,7 +483,7 @@ async def test_state_is_accepted_once_and_can_be_cancelled(pair: list[Served]) -
         await asyncio.sleep(0.001)
     place = await b.http.get(f"/v1/rollouts/{state['id']}", follow_redirects=False)
     assert place.headers["location"].startswith(a.url)
-    assert (len(b.server.rollouts.keys), b.server.cluster.claims._claimed) == (0, set())
+    assert (len(b.server.idempotency_keys), b.server.idempotency_keys.held) == (0, set())
     late = await b.http.post("/v1/moves", json=state)
     assert late.status_code == 422
 

@@ -52,13 +52,13 @@ async def reusing(
     async with serving(engine, tmp_path, kv=kv, **sections) as served:
         yield served
         kv_reuse = served.server.kv_reuse
-        cache = kv_reuse.cache
-        cache.check()
-        kv_reuse.anchors.check()
-        anchors = [a for there in kv_reuse.anchors._contexts.values() for a in there]
-        held = {*cache._entries.values(), *(cached for a in anchors for cached in a.cached())}
-        taken = sum(cached.extent.num_bytes for cached in held)
-        assert cache.num_bytes == taken, "a chain's room was not given back"
+        spans = kv_reuse.spans
+        spans.check()
+        kv_reuse.observations.check()
+        contexts = kv_reuse.observations._contexts.values()
+        observed = (entry for there in contexts for each in there for entry in each.entries())
+        taken = sum(entry.extent.num_bytes for entry in {*spans._entries.values(), *observed})
+        assert spans.num_bytes == taken, "a chain's room was not given back"
 
 
 async def post_rollout(served: Served, body: dict[str, Any], **headers: str) -> dict[str, Any]:

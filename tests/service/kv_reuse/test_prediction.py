@@ -8,7 +8,7 @@ import pytest
 
 from engine.types.kv import ExportStatus
 from engine.types.samples import SampleRequest
-from service.kv_reuse.observed_prompts import MAX_ANCHORS_PER_CONTEXT
+from service.kv.spans.observations import MAX_OBSERVATIONS_PER_CONTEXT
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import bearer, write_keys
 from tests.service.kv_reuse.span_requests import (
@@ -30,7 +30,7 @@ def engine_of(**rest: Any) -> FakeEngine:
     return FakeEngine(prompt_kv=True, **rest)
 
 
-async def two_anchors(served: Served, **rest: Any) -> None:
+async def two_observations(served: Served, **rest: Any) -> None:
     for tool, tale in ((5, 6), (50, 60)):
         group = await post_rollout(served, predicted(tool, tale, **rest))
         assert (group["exact"], group["kv_reuse"]["reason"]) == (True, "no_observations")
@@ -40,12 +40,14 @@ def last(engine: FakeEngine) -> SampleRequest:
     return engine.submitted[-1]
 
 
-async def test_prompt_without_anchors_is_prefilled_and_becomes_an_anchor(tmp_path: Path) -> None:
+async def test_prompt_without_observations_is_prefilled_and_becomes_an_observation(
+    tmp_path: Path,
+) -> None:
     """Its spans are prefilled alone beside it, and do not delay it."""
     engine = engine_of()
     async with reusing(engine, tmp_path) as served:
         group = await post_rollout(served, predicted())
-        assert served.server.kv_reuse.anchors.num_anchors == 1
+        assert served.server.kv_reuse.observations.num_observations == 1
     first, tool, tale, second = engine.submitted
     assert (list(tool.prompt_token_ids), list(tale.prompt_token_ids)) == ([5] * 70, [6] * 60)
     assert first.export is not None and first.export.num_tokens == NUM_TOKENS - 1
@@ -63,12 +65,12 @@ async def test_prompt_without_anchors_is_prefilled_and_becomes_an_anchor(tmp_pat
     }
 
 
-async def test_prompt_is_predicted_from_two_anchors_and_one_token_is_prefilled(
+async def test_prompt_is_predicted_from_two_observations_and_one_token_is_prefilled(
     tmp_path: Path,
 ) -> None:
     engine = engine_of()
     async with reusing(engine, tmp_path) as served:
-        await two_anchors(served)
+        await two_observations(served)
         group = await post_rollout(served, predicted(7, 8))
         metrics = (await served.http.get("/metrics")).text
     *_, tool, tale, first, second = engine.submitted
@@ -102,11 +104,13 @@ async def test_prompt_is_predicted_from_two_anchors_and_one_token_is_prefilled(
     assert "coppice_kv_reuse_observations 2.0" in metrics
 
 
-async def test_anchors_of_other_lengths_serve_texts_that_are_not_longer(tmp_path: Path) -> None:
+async def test_observations_of_other_lengths_serve_texts_that_are_not_longer(
+    tmp_path: Path,
+) -> None:
     """KV after a shorter text is shifted back by the difference."""
     engine = engine_of()
     async with reusing(engine, tmp_path) as served:
-        await two_anchors(served)
+        await two_observations(served)
         body = predicted(7, 8)
         body["groups"][0]["prompt"]["spans"][1]["token_ids"] = [7] * 64
         shorter = await post_rollout(served, body)
@@ -119,12 +123,12 @@ async def test_anchors_of_other_lengths_serve_texts_that_are_not_longer(tmp_path
     assert (longer["exact"], longer["kv_reuse"]["reason"]) == (True, "no_observations")
 
 
-async def test_repeated_prompt_is_loaded_from_its_anchor_and_exact(tmp_path: Path) -> None:
+async def test_repeated_prompt_is_loaded_from_its_observation_and_exact(tmp_path: Path) -> None:
     engine = engine_of()
     async with reusing(engine, tmp_path) as served:
         await post_rollout(served, predicted())
         group = await post_rollout(served, predicted())
-        assert served.server.kv_reuse.anchors.num_anchors == 1
+        assert served.server.kv_reuse.observations.num_observations == 1
     load = last(engine).load
     assert load is not None and load.exact_tokens == NUM_TOKENS - 1
     assert len({piece.source for piece in load.pieces}) == 1
@@ -141,17 +145,17 @@ async def test_shared_leading_texts_are_exact_up_to_the_first_difference(
 ) -> None:
     engine = engine_of()
     async with reusing(engine, tmp_path) as served:
-        await two_anchors(served)
+        await two_observations(served)
         await post_rollout(served, predicted(5, 8))
     load = last(engine).load
     assert load is not None and load.exact_tokens == 114
     assert [bool(piece.observations) for piece in load.pieces] == [False] * 3 + [True] * 2
 
 
-async def test_last_text_unknown_to_the_anchors_is_prefilled(tmp_path: Path) -> None:
+async def test_last_text_unknown_to_the_observations_is_prefilled(tmp_path: Path) -> None:
     engine = engine_of()
     async with reusing(engine, tmp_path) as served:
-        await two_anchors(served)
+        await two_observations(served)
         body = predicted(7, 8)
         body["groups"][0]["prompt"]["spans"][4]["token_ids"] = [9] * 6
         group = await post_rollout(served, body)
@@ -160,16 +164,16 @@ async def test_last_text_unknown_to_the_anchors_is_prefilled(tmp_path: Path) -> 
     assert (group["exact"], group["kv_reuse"]["num_computed_tokens"]) == (False, 6)
 
 
-async def test_equally_distant_anchors_are_not_shareable(tmp_path: Path) -> None:
-    """A text midway between two anchors is prefilled and becomes an anchor.
+async def test_equally_distant_observations_are_not_shareable(tmp_path: Path) -> None:
+    """A text midway between two observations is prefilled and becomes an observation.
 
     At max_entropy 1 they are shareable.
     """
     async with reusing(engine_of(), tmp_path) as served:
-        await two_anchors(served)
+        await two_observations(served)
         middle = predicted(7, (6 + 60) // 2)
         told = [await post_rollout(served, middle) for _ in range(2)]
-        assert served.server.kv_reuse.anchors.num_anchors == 3
+        assert served.server.kv_reuse.observations.num_observations == 3
         anything = {"mode": "predict", "max_entropy": 1.0}
         between = predicted((50 + 7) // 2 + 1, (6 + 60) // 2, kv_reuse=anything)
         told.append(await post_rollout(served, between))
@@ -180,7 +184,7 @@ async def test_equally_distant_anchors_are_not_shareable(tmp_path: Path) -> None
     ]
 
 
-async def test_other_contexts_keys_and_weights_find_no_anchor(tmp_path: Path) -> None:
+async def test_other_contexts_keys_and_weights_find_no_observation(tmp_path: Path) -> None:
     secrets = write_keys(tmp_path / "keys", one="rollout", other="rollout", admin="admin")
     server = {"keys_file": tmp_path / "keys"}
     one, other, admin = (bearer(secrets[name]) for name in ("one", "other", "admin"))
@@ -191,7 +195,7 @@ async def test_other_contexts_keys_and_weights_find_no_anchor(tmp_path: Path) ->
         elsewhere = await post_rollout(served, predicted(7, 8, own=[3] * 40), **one)
         await served.http.put("/v1/weights/v1", content=b"x", headers=admin)
         await served.http.post("/v1/weights/v1/activate", json={}, headers=admin)
-        assert served.server.kv_reuse.anchors.num_anchors == 0
+        assert served.server.kv_reuse.observations.num_observations == 0
         later = await post_rollout(served, predicted(7, 8), **one)
     assert mine["exact"] is False
     told = [group["kv_reuse"]["reason"] for group in (theirs, elsewhere, later)]
@@ -204,7 +208,7 @@ async def test_weights_that_change_before_the_samples_leave_an_exact_prompt(
 ) -> None:
     engine = engine_of()
     async with reusing(engine, tmp_path) as served:
-        await two_anchors(served)
+        await two_observations(served)
         engine.instant = False
         asking = asyncio.create_task(post_rollout(served, predicted(5, 8)))
         await running_samples(served, 1)
@@ -224,7 +228,7 @@ async def test_spans_evicted_by_the_engine_are_written_again(tmp_path: Path) -> 
     """As after a reset of the prefix cache under the same weights."""
     engine = engine_of()
     async with reusing(engine, tmp_path) as served:
-        await two_anchors(served)
+        await two_observations(served)
         engine.written.clear()
         told = [
             (await post_rollout(served, predicted(tool, 8)))["kv_reuse"]["reason"]
@@ -233,19 +237,19 @@ async def test_spans_evicted_by_the_engine_are_written_again(tmp_path: Path) -> 
     assert told == ["not_loaded", "no_observations", "no_observations", None]
 
 
-async def test_anchor_that_was_not_written_does_not_exist(tmp_path: Path) -> None:
+async def test_observation_that_was_not_written_does_not_exist(tmp_path: Path) -> None:
     engine = engine_of()
     async with reusing(engine, tmp_path) as served:
         engine.export_status = ExportStatus.FAILED
         await post_rollout(served, predicted())
         await asyncio.sleep(0.01)
-        assert served.server.kv_reuse.anchors.num_anchors == 0
+        assert served.server.kv_reuse.observations.num_observations == 0
         engine.export_status = ExportStatus.COMMITTED
-        await two_anchors(served)
+        await two_observations(served)
         assert (await post_rollout(served, predicted(7, 8)))["exact"] is False
 
 
-async def test_groups_with_equal_texts_make_one_anchor(tmp_path: Path) -> None:
+async def test_groups_with_equal_texts_make_one_observation(tmp_path: Path) -> None:
     engine = engine_of(instant=False)
     async with reusing(engine, tmp_path) as served:
         groups = [asyncio.create_task(post_rollout(served, predicted())) for _ in range(3)]
@@ -254,7 +258,7 @@ async def test_groups_with_equal_texts_make_one_anchor(tmp_path: Path) -> None:
             engine.step()
             await asyncio.sleep(0.001)
         assert [(await group)["kv_reuse"]["reason"] for group in groups] == ["no_observations"] * 3
-        assert served.server.kv_reuse.anchors.num_anchors == 1
+        assert served.server.kv_reuse.observations.num_observations == 1
     writers = [request for request in engine.submitted if request.export is not None]
     assert len(writers) == 3, "two spans and a prompt"
 
@@ -264,7 +268,7 @@ async def test_cancelled_group_leaves_nothing(tmp_path: Path, num_steps: int) ->
     """During the prefill of its prompt and spans, or of a prompt from which it is predicted."""
     engine = engine_of()
     async with reusing(engine, tmp_path) as served:
-        await two_anchors(served)
+        await two_observations(served)
         engine.instant = False
         body = predicted(7, 8) if num_steps < 2 else predicted(7, 8, own=[4] * 9)
         asking = asyncio.create_task(post_rollout(served, body))
@@ -278,25 +282,27 @@ async def test_cancelled_group_leaves_nothing(tmp_path: Path, num_steps: int) ->
         group = await asking
         assert not engine.running
         await asyncio.sleep(0.01)
-        assert served.server.kv_reuse.anchors.num_anchors == 2
+        assert served.server.kv_reuse.observations.num_observations == 2
     assert group["outcome"] == "cancelled"
     assert all(sample["finish_reason"] == "aborted" for sample in group["samples"])
 
 
-async def test_dropped_anchors_stay_until_they_were_loaded(tmp_path: Path) -> None:
+async def test_dropped_observations_stay_until_they_were_loaded(tmp_path: Path) -> None:
     engine = engine_of()
     async with reusing(engine, tmp_path) as served:
-        await two_anchors(served)
+        await two_observations(served)
         engine.instant = False
         asking = asyncio.create_task(post_rollout(served, predicted(7, 8)))
         await running_samples(served, 2)
-        anchors = served.server.kv_reuse.anchors
-        anchors.forget([anchor for there in anchors._contexts.values() for anchor in there])
+        observations = served.server.kv_reuse.observations
+        observations.forget(
+            [observed for there in observations._contexts.values() for observed in there]
+        )
         while not asking.done():
             engine.step()
             await asyncio.sleep(0.001)
         group = await asking
-        served.server.kv_reuse.cache.check()
+        served.server.kv_reuse.spans.check()
     assert [sample["finish_reason"] for sample in group["samples"]] == ["length"] * 2
     assert last(engine).load is not None
 
@@ -304,7 +310,7 @@ async def test_dropped_anchors_stay_until_they_were_loaded(tmp_path: Path) -> No
 async def test_deadline_ends_the_group(tmp_path: Path) -> None:
     engine = engine_of()
     async with reusing(engine, tmp_path) as served:
-        await two_anchors(served)
+        await two_observations(served)
         engine.instant = False
         group = await post_rollout(served, predicted(7, 8, finish={"deadline_seconds": 0.05}))
         assert not engine.running
@@ -312,44 +318,44 @@ async def test_deadline_ends_the_group(tmp_path: Path) -> None:
     assert [sample["finish_reason"] for sample in group["samples"]] == ["deadline"] * 2
 
 
-async def test_anchors_per_context_are_bounded(tmp_path: Path) -> None:
+async def test_observations_per_context_are_bounded(tmp_path: Path) -> None:
     """Threshold 0: every prompt is prefilled."""
     exactly = {"mode": "predict", "max_entropy": 0.0}
     async with reusing(engine_of(), tmp_path, spans_bytes=2**25) as served:
-        for tool in range(4, MAX_ANCHORS_PER_CONTEXT + 8):
+        for tool in range(4, MAX_OBSERVATIONS_PER_CONTEXT + 8):
             group = await post_rollout(served, predicted(tool, 200, kv_reuse=exactly))
             assert group["exact"] is True
-        anchors = served.server.kv_reuse.anchors
-        assert anchors.num_anchors <= MAX_ANCHORS_PER_CONTEXT
+        observations = served.server.kv_reuse.observations
+        assert observations.num_observations <= MAX_OBSERVATIONS_PER_CONTEXT
         assert (
-            anchors.num_by_outcome["created"] - anchors.num_by_outcome["evicted"]
-            == anchors.num_anchors
+            observations.num_by_outcome["created"] - observations.num_by_outcome["evicted"]
+            == observations.num_observations
         )
 
 
-async def test_full_pool_evicts_unused_anchors(tmp_path: Path) -> None:
-    """Two MiB have room for the anchors and spans of a few contexts."""
+async def test_full_pool_evicts_unused_observations(tmp_path: Path) -> None:
+    """Two MiB have room for the observations and spans of a few contexts."""
     async with reusing(engine_of(), tmp_path, spans_bytes=2**21) as served:
         for i in range(12):
             group = await post_rollout(served, predicted(7, 8, own=[i + 1] * 40))
             assert group["kv_reuse"]["reason"] in ("no_observations", "cache_full")
-        anchors = served.server.kv_reuse.anchors
-        assert anchors.num_by_outcome["evicted"] > 0
-        assert anchors.num_anchors > 0
+        observations = served.server.kv_reuse.observations
+        assert observations.num_by_outcome["evicted"] > 0
+        assert observations.num_observations > 0
 
 
-async def test_prompt_too_long_for_an_anchor_is_prefilled(tmp_path: Path) -> None:
+async def test_prompt_too_long_for_an_observation_is_prefilled(tmp_path: Path) -> None:
     async with reusing(FakeEngine(prompt_kv=True, max_context_tokens=4096), tmp_path) as served:
         group = await post_rollout(served, predicted(own=[1] * 3000))
         assert (group["exact"], group["kv_reuse"]["reason"]) == (True, "cache_full")
-        assert served.server.kv_reuse.anchors.num_anchors == 0
+        assert served.server.kv_reuse.observations.num_observations == 0
 
 
 async def test_prompt_without_named_spans_or_with_one_alone_splices_nothing(tmp_path: Path) -> None:
-    anchors = {"mode": "predict"}
+    observations = {"mode": "predict"}
     async with reusing(engine_of(), tmp_path) as served:
         for spans in ([span([1, 2])], [span([1, 2], "x")]):
-            group = await post_rollout(served, request_with_spans(*spans, kv_reuse=anchors))
+            group = await post_rollout(served, request_with_spans(*spans, kv_reuse=observations))
             assert (group["exact"], group["kv_reuse"]["reason"]) == (True, "nothing_to_reuse")
 
 

@@ -5,19 +5,19 @@ from typing import Any, cast
 import pytest
 
 from engine.types.samples import Completion, SampleRequest, Sampling
-from service.kv_reuse.splicing import SplicePlan
+from service.kv.spans.splicing import SplicedPrompt
 
 ENDS = (16, 240)
 
 
-async def chain_that_heard(*cached: int) -> SplicePlan:
+async def chain_that_heard(*cached: int) -> SplicedPrompt:
     """A plan of links that end at these positions, each with this many cached tokens reported."""
     nothing = cast(Any, None)
-    chain = SplicePlan(lease=nothing, spans=[], recompute_tokens=4, num_samples=1)
+    chain = SplicedPrompt(pinned=nothing, spans=[], recompute_tokens=4, num_samples=1)
     for end, num_cached in zip(ENDS, cached, strict=False):
         sampling = Sampling(max_tokens=1)
         link = SampleRequest(id=str(end), prompt_token_ids=[1] * end, sampling=sampling)
-        chain.prefills.append(link)
+        chain.prefills = [*chain.prefills, link]
         done = Completion(
             token_ids=[7],
             logprobs=[0.0],

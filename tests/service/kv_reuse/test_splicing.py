@@ -106,7 +106,7 @@ async def test_new_text_of_a_name_replaces_the_first(tmp_path: Path) -> None:
         other = placed()
         other["groups"][0]["prompt"]["spans"][1]["token_ids"] = [7] * 60
         group = await post_rollout(served, other)
-        assert served.server.kv_reuse.cache.num_spans == 2
+        assert served.server.kv_reuse.spans.num_spans == 2
     assert group["kv_reuse"]["num_prepared_tokens"] == 60
 
 
@@ -228,4 +228,4 @@ async def test_least_recently_used_spans_are_evicted(tmp_path: Path) -> None:
                 span["cache_key"] += str(i)
             group = await post_rollout(served, body)
             assert (group["exact"], group["kv_reuse"]["num_prepared_tokens"]) == (False, 120)
-        assert 0 < served.server.kv_reuse.cache.num_spans <= 16
+        assert 0 < served.server.kv_reuse.spans.num_spans <= 16

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from service.prompt_kv.arena import (
+from service.kv.arena import (
     MAX_DEFAULT_BYTES,
     MIN_BYTES,
     PAGE_BYTES,
@@ -31,7 +31,7 @@ WANTED_BYTES = 4 * 2**20
 _ON_64_MIB = """
 import os, subprocess, sys
 from pathlib import Path
-from service.prompt_kv.arena import Arena
+from service.kv.arena import Arena
 
 mount = Path(sys.argv[1])
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(mount)], check=True)
@@ -108,7 +108,7 @@ def test_no_arena_without_shared_memory(tmp_path: Path) -> None:
 def test_only_files_of_killed_servers_are_removed(tmp_path: Path) -> None:
     living = created(tmp_path)
     left = (
-        "import os, sys; from pathlib import Path; from service.prompt_kv.arena import Arena\n"
+        "import os, sys; from pathlib import Path; from service.kv.arena import Arena\n"
         f"Arena.create(Path({str(tmp_path)!r}), 2**20); os.kill(os.getpid(), 9)"
     )
     subprocess.run([sys.executable, "-c", left], cwd=ROOT, env=environment(), check=False)

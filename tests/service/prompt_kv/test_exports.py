@@ -3,7 +3,7 @@
 import asyncio
 import json
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import numpy as np
 import pytest
@@ -13,7 +13,8 @@ from coppice.wire.kv import KvReason
 from engine.errors import EngineDead
 from engine.types.info import EngineInfo
 from engine.types.kv import ExportStatus
-from service.prompt_kv.slots import SlotState
+from service.kv.arena import PAGE_BYTES, Extent
+from service.kv.store import Entry
 from tests.fake_engine import FakeEngine
 from tests.fake_export import fake_kv
 from tests.service.prompt_kv.export_requests import (
@@ -402,7 +403,7 @@ async def test_unbalanced_accounts_disable_only_prompt_kv(
 ) -> None:
     async with serving(exporting(), tmp_path) as served:
         kv = served.server.prompt_kv
-        kv._slots._num_bytes[SlotState.LEASED] += 1
+        kv.store._entries.add(Entry(slot=cast(Any, None), extent=Extent(0, PAGE_BYTES)))
         while kv.status().reason != "internal":
             await asyncio.sleep(0.01)
         answer = (await served.http.post("/v1/rollouts", json=rollout_body())).json()
@@ -414,7 +415,7 @@ async def test_bad_checksum_leaves_a_reason(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serving(exporting(), tmp_path) as served:
-        served.server.prompt_kv._hasher.shutdown()
+        served.server.prompt_kv.exports._hasher.shutdown()
         (group,) = await export_groups(served)
     assert group.kv_reason == "internal"
     assert "export failed" in caplog.text
@@ -434,10 +435,10 @@ async def test_pages_of_a_slot_are_allocated_before_the_engine_writes_it(tmp_pat
     kv = {"capacity_bytes": 2**23}
     async with serving(exporting(), tmp_path, kv=kv) as served:
         prompt_kv = served.server.prompt_kv
-        assert prompt_kv.arena is not None
+        arena = prompt_kv.store.arena.path
         export = prompt_kv.begin("me", list(range(2000)), 60.0)
-        assert export.slot is not None and export.slot.layout.data_bytes > 2**20
+        assert export.entry is not None and export.entry.layout.data_bytes > 2**20
         async with asyncio.timeout(30):
-            while 512 * prompt_kv.arena.path.stat().st_blocks < export.slot.extent.num_bytes:
+            while 512 * arena.stat().st_blocks < export.entry.extent.num_bytes:
                 await asyncio.sleep(0.01)
-        prompt_kv.abandon(export)
+        prompt_kv.exports.abandon(export)

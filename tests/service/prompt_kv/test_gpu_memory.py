@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from coppice.prompt_kv import host
-from coppice.prompt_kv.host import read_boot_id
+from coppice.prompt_kv import boot_id
+from coppice.prompt_kv.boot_id import read_boot_id
 from coppice.wire.kv import KvGpu, KvHandle
-from service.prompt_kv.arena import PAGE_BYTES, round_up_to_pages
-from service.prompt_kv.layout import LayoutFactory
+from service.kv.arena import PAGE_BYTES, round_up_to_pages
+from service.kv.handles.file_layout import LayoutFactory
 from tests.fake_engine import FakeEngine
 from tests.fake_export import FORMAT
 from tests.fake_gpu import NUM_RANKS, GpuEngine
@@ -34,7 +34,7 @@ async def described(served: Served, handle: KvHandle, **query: str) -> Any:
 async def test_slot_has_the_same_part_of_every_rank_until_it_is_freed(tmp_path: Path) -> None:
     engine = GpuEngine()
     async with serving(engine, tmp_path, kv=KV) as served:
-        slots = served.server.prompt_kv._slots
+        store = served.server.prompt_kv.store
         first, second = [await export_handle(served, [i, *range(40)]) for i in (1, 2)]
         (_, a), (_, b) = on_gpu(first)[0], on_gpu(second)[0]
         layout = LayoutFactory("fake", FORMAT).of(range(40), "v0")
@@ -43,8 +43,8 @@ async def test_slot_has_the_same_part_of_every_rank_until_it_is_freed(tmp_path: 
         assert [slot.gpu_offset for slot in given] == [a, b]
         for handle in (first, second):
             await served.http.delete(f"/v1/kv/{handle.handle}")
-        assert slots.gpu_free_bytes == engine.memories[0].numel()
-        slots.check()
+        assert store.gpu_extents.free_bytes == engine.memories[0].numel()
+        store.check()
 
 
 async def test_export_without_room_on_the_gpu_is_in_shared_memory_only(tmp_path: Path) -> None:
@@ -97,5 +97,5 @@ async def test_engine_without_gpu_memory_offers_none(tmp_path: Path) -> None:
 
 
 def test_unknown_boot_id_matches_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "BOOT_ID", tmp_path / "missing")
+    monkeypatch.setattr(boot_id, "BOOT_ID", tmp_path / "missing")
     assert read_boot_id() is None

@@ -1,6 +1,6 @@
 import pytest
 
-from service.prompt_kv.http_transfer import ByteRange, OutOfRange, requested_range
+from service.kv.handles.downloads import ByteRange, OutOfRange, requested_range
 
 ETAG = '"0123"'
 

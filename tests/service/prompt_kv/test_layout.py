@@ -9,7 +9,7 @@ from coppice.errors import BadAnswer
 from coppice.prompt_kv.file_layout import layout_of
 from coppice.wire.kv import KvHandle
 from engine.types.kv import KvFormat, LayerFormat
-from service.prompt_kv.layout import Layout, LayoutFactory, layer_shapes
+from service.kv.handles.file_layout import Layout, LayoutFactory, layer_shapes
 
 WINDOWED = LayerFormat(num_kv_heads=2, head_dim=32, window=20, block_size=16, region=0)
 FULL = LayerFormat(num_kv_heads=1, head_dim=64, region=1)

@@ -1,16 +1,18 @@
 """The leases of handles against a model of every lease's deadline, on a clock set by the test."""
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from service.config.prompt_kv import KvSettings
 from service.errors import KvGone
-from service.prompt_kv.handle import Handle
-from service.prompt_kv.handles import Handles
-from service.prompt_kv.slots import SlotTable
+from service.kv.handles.handle import Handle
+from service.kv.handles.index import HandleIndex
 from tests.sample_sizes import num_examples
-from tests.service.prompt_kv.test_slots import CAPACITY_BYTES, LAYOUTS, REPLICA
+from tests.service.prompt_kv.test_handles import REPLICA, committed, opened_store
 
 MAX_LEASE_SECONDS, MAX_LEASES = 50.0, 3
 MAX_LIFETIME_SECONDS = MAX_LEASES * MAX_LEASE_SECONDS
@@ -26,25 +28,27 @@ class LeaseMachine(RuleBasedStateMachine):
         super().__init__()
         self.now = 1000.0
         clock = self.clock
-        slots = SlotTable(CAPACITY_BYTES, clock=clock)
+        self.directory = TemporaryDirectory()
+        self.store = opened_store(Path(self.directory.name), clock)
         kv_settings = KvSettings(max_lease_seconds=MAX_LEASE_SECONDS)
-        self.table = Handles(
-            slots, kv_settings, replica_id=REPLICA, clock=clock, max_leases=MAX_LEASES
+        self.table = HandleIndex(
+            self.store, kv_settings, replica_id=REPLICA, clock=clock, max_leases=MAX_LEASES
         )
-        slot = slots.reserve("me", LAYOUTS.of(range(9), "v1"))
-        assert slot is not None
-        slots.seal(slot, "etag")
-        slots.hold(slot)  # outlives its handles
-        self.slot = slot
+        self.entry = committed(self.store, self.table)
+        self.entry.num_handles += 1  # outlives its handles
         self.held: set[Handle] = set()
         self.deadlines: dict[Handle, tuple[float, float]] = {}
 
     def clock(self) -> float:
         return self.now
 
+    def teardown(self) -> None:
+        self.store.arena.close()
+        self.directory.cleanup()
+
     @rule(target=handles, seconds=SECONDS)
     def grant(self, seconds: float) -> Handle:
-        handle = self.table.grant("me", self.slot, seconds)
+        handle = self.table.grant("me", self.entry, seconds)
         assert handle.lease_seconds == min(seconds, MAX_LEASE_SECONDS)
         self.held.add(handle)
         return handle

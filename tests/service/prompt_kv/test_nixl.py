@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from coppice.wire.kv import KvAgent
-from service.prompt_kv import nixl_agent
+from service.kv.handles import nixl_agent
 from tests.fake_engine import FakeEngine
 from tests.nixl_agent import PATIENCE_SECONDS, agent_process, needs_nixl
 from tests.service.keyfile import bearer, write_keys
@@ -68,7 +68,7 @@ def test_agent_exits_with_a_killed_server(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "service.prompt_kv.nixl_agent",
+        "service.kv.handles.nixl_agent",
         str(tmp_path / "arena"),
         str(2**20),
     ]

@@ -29,11 +29,11 @@ class HeldRegistry(InMemoryRegistry):
         self.requested, self.gate = asyncio.Event(), asyncio.Event()
 
     async def transfer(
-        self, claim_key: str, source: str, replica_id: str, *, ttl_seconds: float
+        self, registry_key: str, source: str, replica_id: str, *, ttl_seconds: float
     ) -> str:
         self.requested.set()
         await self.gate.wait()
-        return await super().transfer(claim_key, source, replica_id, ttl_seconds=ttl_seconds)
+        return await super().transfer(registry_key, source, replica_id, ttl_seconds=ttl_seconds)
 
 
 @asynccontextmanager

@@ -11,10 +11,10 @@ from coppice.wire.rollouts import SegmentFinish
 from engine.types.chat import ChatRequest
 from service.fair_threads import FairThreads
 from service.rollouts.tokenizer import Tokenizer
+from service.rollouts.trees.segment import Segment
+from service.rollouts.trees.token_tree import TokenTree
 from service.sessions.history import Conversations, RecordedCall
 from service.sessions.prompts import ChatPrompt, History, chat_prompt
-from service.sessions.segment import Segment
-from service.sessions.tree import SessionTree
 from tests.service.sessions.template_families import FAMILIES, FamilyEngine, make_engine
 
 pytestmark = pytest.mark.slow
@@ -110,7 +110,7 @@ class AgentSession:
     """A session whose policy samples given texts, one character per token."""
 
     engine: FamilyEngine
-    tree: SessionTree = field(default_factory=lambda: SessionTree("s"))
+    tree: TokenTree = field(default_factory=lambda: TokenTree("s"))
     conversations: Conversations = field(default_factory=Conversations)
 
     async def prompt(self, chat_request: ChatRequest, history: History = "sampled") -> ChatPrompt:

@@ -23,10 +23,10 @@ from engine.types.chat import ChatRequest
 from service.errors import ServiceError
 from service.fair_threads import FairThreads
 from service.rollouts.tokenizer import Tokenizer
+from service.rollouts.trees.segment import Attachment, Segment
+from service.rollouts.trees.token_tree import TokenTree
 from service.sessions.history import Conversations, RecordedCall
 from service.sessions.prompts import ChatPrompt, History, chat_prompt
-from service.sessions.segment import Attachment, Segment
-from service.sessions.tree import SessionTree
 from tests.sample_sizes import num_examples
 from tests.service.sessions.template_families import FAMILIES, FamilyEngine, make_engine
 
@@ -79,8 +79,8 @@ class Agent:
     data: st.DataObject
     tokenizer: Tokenizer
     matching: FairThreads
-    tree: SessionTree = field(
-        default_factory=lambda: SessionTree("s", min_shared_tokens=MIN_SHARED_TOKENS)
+    tree: TokenTree = field(
+        default_factory=lambda: TokenTree("s", min_shared_tokens=MIN_SHARED_TOKENS)
     )
     conversations: Conversations = field(default_factory=Conversations)
     threads: list[list[Message]] = field(default_factory=list)

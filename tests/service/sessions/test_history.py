@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from engine.types.chat import ChatRequest
+from service.rollouts.trees.segment import Segment
+from service.rollouts.trees.token_tree import TokenTree
 from service.sessions.history import MAX_PARSED_CHARS, Conversations, Match, RecordedCall
 from service.sessions.prompts import chat_prompt
-from service.sessions.segment import Segment
-from service.sessions.tree import SessionTree
 
 ASKED: list[dict[str, Any]] = [
     {"role": "system", "content": "be brief"},
@@ -200,5 +200,5 @@ class ConstantTokenizer:
 async def test_all_texts_of_a_conversation_count_toward_the_queue(changes: dict[str, Any]) -> None:
     threads: Any = MeasuringThreads()
     tokenizer: Any = ConstantTokenizer()
-    await chat_prompt(tokenizer, threads, SessionTree("s"), Conversations(), chat(**changes))
+    await chat_prompt(tokenizer, threads, TokenTree("s"), Conversations(), chat(**changes))
     assert threads.sizes[0] > 1000

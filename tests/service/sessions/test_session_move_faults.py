@@ -125,7 +125,7 @@ async def test_session_stays_if_the_only_peer_fails(
         finish: Any = {"method": "POST", "json": {"reward": 1.0}}
         answer = await get(a, f"/v1/sessions/{agent.id}/finish", **finish)
         await draining
-        assert not a.server.cluster.claims._claimed
+        assert not a.server.idempotency_keys.held
     assert (answer["state"], len(answer["turns"])) == ("finished", 1)
     assert requests[0].startswith(b"POST /v1/moves/sessions ")
     if behaviour != "older":  # the outcome is unknown: the other replica must not have it, too
@@ -166,8 +166,8 @@ async def test_sessions_are_accepted_once_and_can_be_returned(tmp_path: Path) ->
         late = await b.http.post(PATH, json=state)
         await b.server.cluster.refresh()
         assert (b.server.sessions.num_bytes, b.server.sessions.num_open) == (0, 0)
-        assert (b.server.sessions.store.groups(), len(b.server.sessions.keys)) == ([], 0)
-        assert not b.server.cluster.claims._claimed
+        assert (b.server.sessions.store.groups(), len(b.server.idempotency_keys)) == ([], 0)
+        assert not b.server.idempotency_keys.held
     assert (first.status_code, again.status_code, late.status_code) == (201, 422, 422)
     assert [answer.status_code for answer in ended] == [204, 404]
 
@@ -289,8 +289,8 @@ async def test_inconsistent_state_is_refused_and_leaves_nothing(tmp_path: Path) 
             answer = await b.http.post(PATH, json=changed)
             assert (answer.status_code, answer.json()["code"]) == (422, "invalid_request"), name
         await b.server.cluster.refresh()
-        assert (b.server.sessions.num_bytes, len(b.server.sessions.keys)) == (0, 0)
-        assert (b.server.sessions.store.groups(), b.server.cluster.claims._claimed) == ([], set())
+        assert (b.server.sessions.num_bytes, len(b.server.idempotency_keys)) == (0, 0)
+        assert (b.server.sessions.store.groups(), b.server.idempotency_keys.held) == ([], set())
         assert (await b.http.post(PATH, json=state)).status_code == 201
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from service.cluster.idempotency_claim import move_key
 from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.registry import ClusterView, Replica
-from service.sessions.session_group import moved_key
 from tests.cluster import replica
 from tests.fake_engine import FakeEngine
 from tests.service.sessions.agents import HELLO, tokens
@@ -276,7 +276,7 @@ async def test_agent_whose_session_is_arriving_may_retry(tmp_path: Path) -> None
         statuses = list[int]()
         for is_arriving in (False, True):
             if is_arriving:
-                await a.server.key_transfers.take_over(moved_key(session_id), "e" * 12)
+                await a.server.idempotency_keys.take_over(move_key(session_id), "e" * 12)
             statuses.append((await other.chat()).status_code)
         assert statuses == [401, 503]
 

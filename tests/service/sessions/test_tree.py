@@ -6,14 +6,14 @@ from coppice.wire.columns.support import Support
 from coppice.wire.columns.token_columns import TokenColumns, TokenLists
 from coppice.wire.columns.versions import VersionSpan
 from coppice.wire.rollouts import GroupAnswer, SegmentFinish
-from service.sessions.segment import Segment
-from service.sessions.tree import SessionTree
+from service.rollouts.trees.segment import Segment
+from service.rollouts.trees.token_tree import TokenTree
 
 PROMPT = list(range(100, 110))
 
 
-def make_tree() -> SessionTree:
-    return SessionTree("s", min_shared_tokens=4)
+def make_tree() -> TokenTree:
+    return TokenTree("s", min_shared_tokens=4)
 
 
 def sampled(token_ids: list[int]) -> TokenLists:
@@ -21,7 +21,7 @@ def sampled(token_ids: list[int]) -> TokenLists:
 
 
 def call(
-    tree: SessionTree,
+    tree: TokenTree,
     prompt: Sequence[int],
     sample: Sequence[int],
     preferred: Segment | None = None,
@@ -51,7 +51,7 @@ def test_first_prompt_is_a_root() -> None:
     tree = make_tree()
     attachment = tree.attach(PROMPT)
     assert (attachment.attached, attachment.is_repeated) == ("root", False)
-    assert (attachment.num_prompt_tokens, attachment.num_new_context_tokens) == (10, 10)
+    assert (attachment.parent.end, attachment.num_new_context_tokens) == (10, 10)
 
 
 def test_next_prompt_extends_the_sample_by_context() -> None:

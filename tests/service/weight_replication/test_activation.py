@@ -134,7 +134,7 @@ async def test_retry_of_an_older_target_does_not_replace_an_activation_that_wait
 ) -> None:
     async with sampling_replicas(tmp_path) as ((first, second), engine):
         assert (await activate(first, "v1", mode="wait")).is_success
-        status = second.server._weights.follower.replica_status
+        status = second.server._cluster.replica_status
         newer = asyncio.create_task(activate(second, "v2", mode="wait"))
         await eventually(lambda: status.failed == "v1")
         status._retry_at.clear()  # the time of the retry

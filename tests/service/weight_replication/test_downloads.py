@@ -12,8 +12,8 @@ from safetensors.numpy import save
 from service.checkpoint_store import WRITE_BYTES
 from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.registry import Manifest, ManifestFile
-from service.weights.replication.announcer import same_files
-from service.weights.replication.downloader import DownloadFailed, _chunks
+from service.weights.replication.downloads import DownloadFailed, _chunks
+from service.weights.replication.manifests import same_files
 from tests.cluster import replica
 from tests.fake_engine import FakeEngine
 from tests.service.test_weight_deltas import files, put
@@ -59,9 +59,9 @@ async def test_peer_that_drips_bytes_is_given_up() -> None:
             await closed.wait()
 
 
-def test_missing_files_are_not_the_published_ones(tmp_path: Path) -> None:
+async def test_missing_files_are_not_the_published_ones(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").symlink_to(tmp_path / "gone")
-    assert not same_files(Manifest(version="v1", sequence=1, files=()), tmp_path)
+    assert not await same_files(Manifest(version="v1", sequence=1, files=()), tmp_path)
 
 
 @pytest.mark.slow

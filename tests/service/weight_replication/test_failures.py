@@ -9,7 +9,7 @@ from engine.errors import EngineDead, LoadFailed
 from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.registry import Replica
 from service.errors import VersionConflict
-from service.weights.replication.downloader import READ_TIMEOUT_SECONDS
+from service.weights.replication.downloads import READ_TIMEOUT_SECONDS
 from tests.service.test_rollouts import body, group
 from tests.service.test_weight_deltas import put
 from tests.service.weight_replication.replicas import (

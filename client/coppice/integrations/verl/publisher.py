@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from coppice.client import AsyncRollouts
-from coppice.integrations.version_labels import VersionLabels
+from coppice.integrations.label_generator import LabelGenerator
 
 MERGE_ADAPTER = (
     "adapters are not sent separately: set actor_rollout_ref.model.lora.merge=True, which sends the"
@@ -61,7 +61,7 @@ class Publisher:
 
     def __init__(self, server_list: ServerList) -> None:
         self._server_list = server_list
-        self._labels = VersionLabels("verl")
+        self._labels = LabelGenerator("verl")
 
     async def publish(self, weights: Weights, global_steps: int | None) -> str:
         """Publishes the weights; returns the version once every server has activated it."""

@@ -1,4 +1,4 @@
-"""Attention contexts, which replace the attention of Hugging Face models during one forward.
+"""Attention contexts, which compute the attention of a Hugging Face model in one forward.
 
 A context is passed to the model as a keyword argument. It thus reaches every layer, is captured by
 activation checkpointing, and is the same object when a layer is recomputed, on any thread.
@@ -44,12 +44,7 @@ class AttentionContext(ABC):
 
     @abstractmethod
     def attend(
-        self,
-        index: int,
-        q_1HTD: Tensor,
-        k_1KTD: Tensor,
-        v_1KTD: Tensor,
-        layer: LayerAttention,
+        self, index: int, q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, layer: LayerAttention
     ) -> Tensor:
         """Returns the attention output o_1HTD of the layer with this index."""
 
@@ -75,12 +70,7 @@ class PromptContext(AttentionContext):
         self._flex: FlexAttention | None = None
 
     def attend(
-        self,
-        index: int,
-        q_1HTD: Tensor,
-        k_1KTD: Tensor,
-        v_1KTD: Tensor,
-        layer: LayerAttention,
+        self, index: int, q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, layer: LayerAttention
     ) -> Tensor:
         # The backward of a checkpointed layer calls this again.
         if not self.is_taken:
@@ -121,12 +111,7 @@ class InjectingContext(PromptContext):
         self.leaves = leaves
 
     def attend(
-        self,
-        index: int,
-        q_1HTD: Tensor,
-        k_1KTD: Tensor,
-        v_1KTD: Tensor,
-        layer: LayerAttention,
+        self, index: int, q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, layer: LayerAttention
     ) -> Tensor:
         k_leaf, v_leaf = self.leaves[index]
         k_1KTD = _Inject.apply(k_1KTD, k_leaf.grad)  # type: ignore[no-untyped-call]
@@ -156,12 +141,7 @@ class ResponseContext(AttentionContext):
         self._flex: dict[int, FlexAttention] = {}
 
     def attend(
-        self,
-        index: int,
-        q_1HTD: Tensor,
-        k_1KTD: Tensor,
-        v_1KTD: Tensor,
-        layer: LayerAttention,
+        self, index: int, q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, layer: LayerAttention
     ) -> Tensor:
         prompt = self.prompt[index] if self.prompt else (k_1KTD[:, :, :0], v_1KTD[:, :, :0])
         self._check_prompt(index, prompt[0].shape[2], layer.window)
@@ -200,12 +180,7 @@ class PackedContext(AttentionContext):
         self.sizes = [prompt for prompt, _ in groups] + [spans.num_tokens for _, spans in groups]
 
     def attend(
-        self,
-        index: int,
-        q_1HTD: Tensor,
-        k_1KTD: Tensor,
-        v_1KTD: Tensor,
-        layer: LayerAttention,
+        self, index: int, q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, layer: LayerAttention
     ) -> Tensor:
         if wants_flex(q_1HTD):
             self._flex = self._flex or FlexAttention(packed_layout(self.groups, q_1HTD.device))

@@ -1,7 +1,7 @@
-"""Attention implementation that Hugging Face models get by name, which uses attention contexts.
+"""Registration of attention contexts with Hugging Face models, and forwards that use them.
 
-It is registered without a mask function, so models pass no mask. Their own mask functions would
-detect packed rows from position_ids and build a dense mask.
+The attention is registered without a mask function, so models pass no mask. Their own functions
+would detect packed rows from position_ids and build a dense mask.
 """
 
 from collections.abc import Iterator
@@ -17,6 +17,7 @@ from coppice.train.packed_row import Inputs
 from coppice.train.routing import has_routers, hooked_routers, select_experts
 
 NAME = "coppice"
+_NO_DROPOUT = "dropout is not supported, because the prompt may be computed twice: set it to 0"
 
 # Arguments that indicate anything but plain causal softmax attention.
 _UNSUPPORTED_ARGUMENTS = (
@@ -55,9 +56,7 @@ def check_model(model: Any) -> None:
         raise UnsupportedModel("only text models are supported")
     dropout = (module for module in model.modules() if isinstance(module, nn.Dropout))
     if any(module.p and module.training for module in dropout):
-        raise UnsupportedModel(
-            "dropout is not supported, because the prompt may be computed twice: set it to 0"
-        )
+        raise UnsupportedModel(_NO_DROPOUT)
 
 
 def forward(model: Any, inputs: Inputs, context: AttentionContext) -> Tensor | None:
@@ -121,9 +120,7 @@ def _window_within(window: int | None, num_tokens: int) -> int | None:
 
 def _check_attention(dropout: float, rest: dict[str, Any]) -> None:
     if dropout:
-        raise UnsupportedModel(
-            "dropout is not supported, because the prompt may be computed twice: set it to 0"
-        )
+        raise UnsupportedModel(_NO_DROPOUT)
     if other := [name for name in _UNSUPPORTED_ARGUMENTS if rest.get(name) is not None]:
         raise UnsupportedModel(f"attention with {', '.join(other)} is not supported")
 

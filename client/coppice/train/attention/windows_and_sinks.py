@@ -1,4 +1,4 @@
-"""Sliding windows and attention sinks of layers.
+"""Attention with sliding windows on CPU, and attention sinks with their gradient.
 
 A windowed layer is computed in chunks of adjacent queries. All keys that a chunk reads are adjacent
 positions on one path: the end of the prompt, the segments above in a tree, and the row itself. One

@@ -1,4 +1,4 @@
-"""Kinds of columns: cutting, joining, sizing, sending and packing the values of tokens.
+"""Kinds of columns of token values, each of which cuts, joins, sizes, sends and packs them.
 
 The values of a column have three forms. In the server they are lists and encoded sets, in the
 client NumPy arrays. In the wire form they are fields of pydantic models. In a packed result some

@@ -1,4 +1,4 @@
-"""Wire types of the logprobs of several tokens at each position of a sample or prompt."""
+"""Wire types of logprobs of the top k or of given token ids, at tokens of samples or prompts."""
 
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Self
@@ -125,7 +125,7 @@ class TokenLogprobs(AnswerModel):
         """Positions start to end (exclusive)."""
         offsets = self.offsets[start : end + 1]
         entries = slice(offsets[0], offsets[-1])
-        return TokenLogprobs.model_construct(
+        return TokenLogprobs(
             offsets=offsets - offsets[0],
             token_ids=self.token_ids[entries],
             logprobs=self.logprobs[entries],
@@ -134,7 +134,7 @@ class TokenLogprobs(AnswerModel):
     @staticmethod
     def empty(num_positions: int) -> "TokenLogprobs":
         """Positions without entries."""
-        return TokenLogprobs.model_construct(
+        return TokenLogprobs(
             offsets=np.zeros(num_positions + 1, np.int64),
             token_ids=np.zeros(0, np.int32),
             logprobs=np.zeros(0, np.float32),
@@ -145,8 +145,8 @@ class TokenLogprobs(AnswerModel):
         """Positions of several parts, one after the other."""
         found = [TokenLogprobs.empty(0), *parts]
         lengths = np.concatenate([np.diff(part.offsets) for part in found])
-        return TokenLogprobs.model_construct(
-            offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        return TokenLogprobs(
+            offsets=np.concatenate([[0], np.cumsum(lengths)]),
             token_ids=np.concatenate([part.token_ids for part in found]),
             logprobs=np.concatenate([part.logprobs for part in found]),
         )

@@ -1,4 +1,4 @@
-"""Columns of the tokens of a response, and their fields in requests and answers.
+"""All columns of the tokens of a response, as arrays and as fields of requests and answers.
 
 A new column is a line of `TokenColumns`, and a line of each of the wire forms that are to have it.
 """

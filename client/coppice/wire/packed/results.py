@@ -1,4 +1,4 @@
-"""Transfer formats of a rollout's result: a stream of records, or one packed file.
+"""Transfer formats of a rollout's result: records of a stream, and one packed file.
 
 A stream has one JSON object per line. The first record contains the rollout's id, the last one its
 outcome. A stream without the last record has failed.
