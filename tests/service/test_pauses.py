@@ -173,6 +173,6 @@ async def test_rollouts_wait_until_all_who_hold_them_back_are_done(tmp_path: Pat
     async with serving(FakeEngine(), tmp_path) as served, served.server.rollouts.close_gate():
         async with served.server.rollouts.close_gate():
             pass
-        groups = [{"prompt": {"token_ids": [1]}}]
+        request = {"groups": [{"prompt": {"token_ids": [1]}}], "sampling": {"max_tokens": 1}}
         with pytest.raises(httpx.ReadTimeout):
-            await served.http.post("/v1/rollouts", json={"groups": groups}, timeout=0.2)
+            await served.http.post("/v1/rollouts", json=request, timeout=1.0)
