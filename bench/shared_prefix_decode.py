@@ -26,7 +26,7 @@ from bench.harness.decode_timing import BLOCK, DRAFTED, LONGEST, Case, Engine, S
 from bench.harness.prefix_trees import Tree
 from bench.harness.record import Record, Row, add_out
 from engine.launch.environment import engine_environment
-from engine.runtime.installed_settings import started_by_coppice
+from engine.runtime.process_environment import started_by_coppice
 from engine.settings import EngineSettings
 
 PARTS = {

@@ -22,7 +22,7 @@ from bench.harness.in_process_service import running_service
 from bench.harness.record import Record, Row, add_out
 from coppice import AsyncRollouts, Group, StructuredOutputs, Support
 from coppice.train import LogitAdjustments, TrainingGroup, group_logprobs, sampled_logprobs
-from engine.sampling.support_rows import encode_ids
+from engine.sampling.support_encoding import encode_ids
 from engine.settings import EngineSettings
 from engine.speculation.settings import SpeculationMode, SpeculationSettings
 from examples.seedling.measure import SEED, SEEDLING, held_out_problems

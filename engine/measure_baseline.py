@@ -1,4 +1,4 @@
-"""Measurement of the baseline by an engine without speculation: `coppice measure-baseline`."""
+"""Command `coppice measure-baseline`: step times of an engine that runs without speculation."""
 
 from engine.errors import StartFailed
 from engine.launch.arguments import WORKER_EXTENSION

@@ -19,7 +19,7 @@ from engine.launch.vllm_args import check_vllm_args
 from engine.parts.generation import VllmGeneration
 from engine.parts.text import VllmText
 from engine.parts.weights import VllmWeights
-from engine.protocol.features import FeatureKey, Interface, Stats
+from engine.protocol.optional_features import FeatureKey, Interface, Stats
 from engine.requests.chat_conversion import ChatProcessor
 from engine.runtime.heartbeat import Heartbeat
 from engine.runtime.leftover_files import remove_leftover_shared_memory

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from service.compat import unsupported  # noqa: E402
+from service.compat import unsupported_routes  # noqa: E402
 from service.compat.anthropic.bodies import MessagesBody  # noqa: E402
 from service.compat.field_table import (  # noqa: E402
     NEUTRAL,
@@ -116,10 +116,10 @@ def of_responses() -> str:
 
 def routes() -> str:
     tables = {
-        "OpenAI": unsupported.OPENAI_ROUTES,
-        "vLLM": unsupported.VLLM_ROUTES,
-        "SGLang": unsupported.SGLANG_ROUTES,
-        "SkyRL": {"/skyrl/v1/{path}": unsupported.SKYRL},
+        "OpenAI": unsupported_routes.OPENAI_ROUTES,
+        "vLLM": unsupported_routes.VLLM_ROUTES,
+        "SGLang": unsupported_routes.SGLANG_ROUTES,
+        "SkyRL": {"/skyrl/v1/{path}": unsupported_routes.SKYRL},
     }
     return "".join(
         f"| `{path}` | {api} | {suggestion} |\n"

@@ -6,8 +6,8 @@ import this module too. For that reason it imports the service only inside `main
 
 import sys
 
-from engine.runtime import gc_and_process_group
-from engine.runtime.installed_settings import started_by_coppice
+from engine.runtime import process_setup
+from engine.runtime.process_environment import started_by_coppice
 
 FOREIGN_PACKAGE = """\
 coppice: `import coppice` does not import coppice-client: {reason}.
@@ -16,7 +16,7 @@ this environment, run `pip uninstall coppice`, and install coppice-rl and coppic
 `pip install --force-reinstall --no-deps`."""
 
 if started_by_coppice():
-    gc_and_process_group.disable_gc()  # until the plugin calls freeze_gc
+    process_setup.disable_gc()  # until the plugin calls freeze_gc
 
 
 def main() -> None:

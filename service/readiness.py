@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from engine.protocol.engine_state import EngineState
+from engine.protocol.info_and_health import EngineState
 from engine.types.info import EngineHealth
 from service.errors import DRAINING_RETRY_SECONDS, Draining, EngineGone, NotReady
 

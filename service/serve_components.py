@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from engine.errors import StartFailed
 from engine.protocol import Engine
-from engine.runtime import gc_and_process_group
+from engine.runtime import process_setup
 from engine.runtime.start_phases import StartPhases
 from engine.settings import EngineSettings
 from service.config.settings import LogSettings, Settings
@@ -53,7 +53,7 @@ def load_node(settings: Settings) -> "Node":
 def _create(module: str, name: str, settings: Settings) -> Any:
     """Import a class or function of the engine by name, and call it with the settings."""
     try:
-        imports = gc_and_process_group.gc_disabled_during_imports()
+        imports = process_setup.gc_disabled_during_imports()
         with StartPhases().phase("importing vLLM"), imports:
             created = getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-from engine.runtime import gc_and_process_group
+from engine.runtime import process_setup
 from tests.sample_sizes import TIMES, num_examples
 
 # No deadline: an example's duration depends on the load of the machine. Examples are the same in
@@ -40,11 +40,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection() -> None:
-    gc_and_process_group.disable_gc()
+    process_setup.disable_gc()
 
 
 def pytest_collection_finish() -> None:
-    gc_and_process_group.freeze_gc()
+    process_setup.freeze_gc()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

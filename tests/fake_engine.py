@@ -25,10 +25,10 @@ from engine.errors import (
     FilesRestored,
     RequestRefused,
 )
-from engine.protocol.features import DRAFT_MODEL, FeatureKey, Interface, Stats
+from engine.protocol.optional_features import DRAFT_MODEL, FeatureKey, Interface, Stats
 from engine.protocol.text import DEFAULT_SAMPLING
 from engine.requests.stop_text import response_text
-from engine.sampling.support_rows import ALL, encode_mask
+from engine.sampling.support_encoding import ALL, encode_mask
 from engine.types.chat import ChatRequest, ChatResponse, ToolCall, truncated
 from engine.types.feature_stats import (
     CudaGraphStats,

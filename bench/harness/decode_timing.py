@@ -23,7 +23,7 @@ import torch
 from bench.harness.paired_runs import Pairs, Ratio
 from bench.harness.record import Row
 from engine.attention.settings import AttentionSettings
-from engine.runtime.installed_settings import CACHE_ENV
+from engine.runtime.process_environment import CACHE_ENV
 
 BLOCK, VOCAB, LONGEST = 32, 512, 16384
 DRAFTED = 4

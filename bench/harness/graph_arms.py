@@ -15,7 +15,7 @@ from typing import Any
 
 from engine.cudagraphs.allowed_shapes import CaptureLimits
 from engine.cudagraphs.counters import COUNTERS
-from engine.cudagraphs.installed_plan import GRAPHS_ENV
+from engine.cudagraphs.plan_from_environment import GRAPHS_ENV
 from engine.cudagraphs.planner import Plan
 from engine.speculation.settings import SpeculationSettings
 

@@ -17,13 +17,13 @@ from engine.types.kv import ExportSlot
 from kernels.rope_shift import parse_rotary, shift_keys
 from service.kv.arena import Extent
 from service.kv.spans.index import SpanEntry, SpanKey
-from service.kv.spans.observation_selection import (
-    ObservationSelection,
+from service.kv.spans.observations import Observation, PromptContext
+from service.kv.spans.prediction_sources import (
+    PredictionSources,
     find_candidates,
     pairs_to_compare,
     select_observations,
 )
-from service.kv.spans.observations import Observation, PromptContext
 from service.kv.spans.prompt_template import PromptTemplate, Scope, joined, template_of
 
 SCOPE = Scope("nobody", None)
@@ -128,7 +128,7 @@ class HfPredictor:
         prompt: Sequence[int],
         template: PromptTemplate,
         index: int,
-        choice: ObservationSelection,
+        choice: PredictionSources,
     ) -> torch.Tensor:
         stretch, weights = template.sections[index], choice.weights[index]
         reals = {observed: self._taken(template, index, observed) for observed in weights}

@@ -21,7 +21,7 @@ from typing import Any, Final
 import torch
 
 from coppice.safetensors_io import header_of
-from coppice.weights.tensors import FROM_TORCH, tensors_of
+from coppice.weights.tensor_serialization import FROM_TORCH, tensors_of
 
 SEEDLING: Final = Path(__file__).parents[2] / "examples" / "seedling" / "model"
 COPIED_FILES: Final = ("tokenizer_config.json", "chat_template.jinja")

@@ -18,9 +18,9 @@ from typing import Any
 
 from bench.harness.teacher_forced import Fixed, OraclePolicy, TeacherForced
 from engine.attention.settings import AttentionSettings
-from engine.runtime.installed_settings import CACHE_ENV
+from engine.runtime.process_environment import CACHE_ENV
 from engine.speculation.counters import Counters
-from engine.speculation.drafting import STORE_BYTES
+from engine.speculation.drafting_base import STORE_BYTES
 from engine.speculation.settings import SpeculationSettings
 from engine.speculation.speculator import Speculator
 from engine.speculation.startup import PROFILE_SECONDS

@@ -62,7 +62,7 @@ from coppice.tree_figure import plot_tree
 from coppice.weights.gpu_weights import GpuWeights
 from coppice.wire.branching import Branching, BranchRequest, Entropy
 from coppice.wire.chat import Message, ParsedMessage, ParsedToolCall, Tool, ToolFunction
-from coppice.wire.columns.kv_versions import ChainKeepKv, KeepKv, KvVersionSpan
+from coppice.wire.columns.kv_version_spans import ChainKeepKv, KeepKv, KvVersionSpan
 from coppice.wire.columns.support import Support
 from coppice.wire.columns.versions import VersionSpan
 from coppice.wire.kv import Kv, KvHandle, KvLayout, KvLocator

@@ -6,7 +6,7 @@ from typing import Any, TypedDict, Unpack
 from coppice.prompts import PromptLike, groups_of
 from coppice.results import Sample
 from coppice.wire.branching import Branching
-from coppice.wire.columns.kv_versions import ChainKeepKv
+from coppice.wire.columns.kv_version_spans import ChainKeepKv
 from coppice.wire.columns.token_columns import TokenFields
 from coppice.wire.kv import Kv
 from coppice.wire.kv_reuse import KvReuse

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from coppice.results import Group, Segment, Tree
 from coppice.sessions import SessionResult, hidden_ends
-from coppice.wire.columns.kv_versions import KvVersionSpan
+from coppice.wire.columns.kv_version_spans import KvVersionSpan
 from coppice.wire.columns.support import ALL, Support
 from coppice.wire.columns.token_columns import TokenColumns
 from coppice.wire.columns.versions import VersionSpan

@@ -1,4 +1,4 @@
-"""Methods of vLLM's worker class for LoRA adapters: on every rank or on none. They never raise."""
+"""Worker methods that load and unload LoRA adapters on every rank or on none, without raising."""
 
 from typing import Any
 

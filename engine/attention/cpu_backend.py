@@ -25,7 +25,7 @@ from engine.attention.base_backend import (
 from engine.attention.counters import COUNTERS
 from engine.attention.crossover import Crossover
 from engine.attention.register import FEATURE, settings
-from engine.runtime.installed_settings import cache_directory
+from engine.runtime.process_environment import cache_directory
 from engine.types.feature_stats import AttentionFallbackReason
 from kernels.shared_prefix_attention import cpu
 

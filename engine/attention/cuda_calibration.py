@@ -33,7 +33,7 @@ from engine.attention.crossover import (
 )
 from engine.attention.cuda_timing import Timer, graph_times, launch_times
 from engine.attention.grouping import Planner
-from engine.runtime.installed_settings import cache_directory
+from engine.runtime.process_environment import cache_directory
 from kernels.shared_prefix_attention import cuda
 from kernels.shared_prefix_attention.sharing_plan import Int32s
 

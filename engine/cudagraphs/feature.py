@@ -15,7 +15,7 @@ from engine.cudagraphs.counters import (
     aggregate_ranks,
 )
 from engine.cudagraphs.from_settings import captures_graphs, plan_for_start, set_planned_graphs
-from engine.cudagraphs.installed_plan import GRAPHS_ENV
+from engine.cudagraphs.plan_from_environment import GRAPHS_ENV
 from engine.cudagraphs.planner import Plan
 from engine.cudagraphs.settings import GraphsSettings
 from engine.errors import StartFailed

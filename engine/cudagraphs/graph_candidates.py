@@ -19,7 +19,7 @@ from typing import Any
 
 from engine.attention.cuda_steps import is_dummy_step, step_shares
 from engine.cudagraphs.counters import COUNTERS
-from engine.cudagraphs.installed_plan import graph_plan
+from engine.cudagraphs.plan_from_environment import graph_plan
 from engine.cudagraphs.planner import Plan
 from engine.cudagraphs.shapes import GraphShape
 from engine.runtime.feature_guard import feature

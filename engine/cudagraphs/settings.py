@@ -1,4 +1,4 @@
-"""Settings of CUDA graphs. Imports neither torch nor vLLM."""
+"""Settings of CUDA graphs: memory budget, draft lengths, and a trace for which they are chosen."""
 
 from pathlib import Path
 from typing import Annotated

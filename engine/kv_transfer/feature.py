@@ -31,7 +31,7 @@ PROMPT_KV_CONNECTOR: Final[Mapping[str, Any]] = {
 }
 OFFLOADING_CONNECTOR: Final[Mapping[str, Any]] = {
     "kv_connector": "VersionedOffloadingConnector",
-    "kv_connector_module_path": "engine.kv_transfer.offloading",
+    "kv_connector_module_path": "engine.kv_transfer.versioned_offloading",
     "kv_role": "kv_both",
 }
 

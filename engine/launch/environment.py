@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 from engine.launch.ranks.machines import network_variables
 from engine.runtime import start_phases
-from engine.runtime.installed_settings import (
+from engine.runtime.process_environment import (
     CACHE_ENV,
     DIGEST_ENV,
     ENGINE_ENV,

@@ -20,8 +20,8 @@ from engine.patches import (
     nan_logits,
     reload_memory,
 )
-from engine.runtime import gc_and_process_group, start_phases
-from engine.runtime.installed_settings import started_by_coppice
+from engine.runtime import process_setup, start_phases
+from engine.runtime.process_environment import started_by_coppice
 from engine.sampling import control_hooks, prompt_token_ids, routed_experts, support_hooks
 
 MODEL_PROCESSES = ("EngineCore", "VllmWorker")
@@ -161,8 +161,8 @@ def install() -> None:
     if name.startswith("EngineCore"):
         from engine.launch import core_methods
 
-        gc_and_process_group.create_process_group()
-        gc_and_process_group.exit_with_service()
+        process_setup.create_process_group()
+        process_setup.exit_with_service()
         core_methods.install()
         support_hooks.install_in_engine_core()
     install_patches(name)
@@ -174,4 +174,4 @@ def install() -> None:
         features.install_in_worker()
         start_phases.install()
     check_cpu_shim()
-    gc_and_process_group.freeze_gc()
+    process_setup.freeze_gc()

@@ -1,4 +1,4 @@
-"""Samples and scores of the vLLM engine, and the prompt KV that samples export."""
+"""Generation methods of the vLLM engine: submit, score and abort samples, flush KV exports."""
 
 from collections.abc import Awaitable, Sequence
 

@@ -12,7 +12,7 @@ from engine.types.info import EngineHealth, EngineInfo
 
 
 class VllmState:
-    """The `engine.protocol.engine_state.EngineState` of vLLM: processes, features and heartbeat."""
+    """`EngineState` of vLLM: processes, features and heartbeat."""
 
     _settings: EngineSettings
     _features: Features

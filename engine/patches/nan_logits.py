@@ -1,4 +1,4 @@
-"""Samples whose logits are NaN, which end with an error and harm no other sample.
+"""Patch that ends samples with NaN logits with an error and keeps other samples unharmed.
 
 https://github.com/vllm-project/vllm/pull/50002
 https://github.com/Dao-AILab/flash-attention/issues/2374

@@ -6,8 +6,8 @@ tests and the vLLM engine pass the same contract tests. A caller takes the part 
 
 from typing import Protocol
 
-from engine.protocol.features import Features
 from engine.protocol.generation import Generation
+from engine.protocol.optional_features import Features
 from engine.protocol.prompt_kv import PromptKv
 from engine.protocol.text import Text
 from engine.protocol.weights import Weights

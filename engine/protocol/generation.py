@@ -6,7 +6,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.protocol.engine_state import EngineState
+from engine.protocol.info_and_health import EngineState
 from engine.types.samples import Completion, SampleRequest, Sampling, TopLogprobRows, VersionSpan
 
 

@@ -1,8 +1,8 @@
-"""Prompt KV that an engine exports: its format is part of `EngineInfo`."""
+"""Protocol of an engine that exports prompt KV: flush of the exports that samples have begun."""
 
 from typing import Protocol
 
-from engine.protocol.engine_state import EngineState
+from engine.protocol.info_and_health import EngineState
 
 
 class PromptKv(EngineState, Protocol):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from engine.protocol.engine_state import EngineState
+from engine.protocol.info_and_health import EngineState
 from engine.types.chat import ChatRequest, ChatResponse
 from engine.types.samples import Sampling
 

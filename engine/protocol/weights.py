@@ -4,7 +4,7 @@ from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Protocol
 
-from engine.protocol.engine_state import EngineState
+from engine.protocol.info_and_health import EngineState
 from engine.types.samples import AdapterInfo, PauseMode, SleepLevel, SleepTag
 from engine.weights.ipc_tensors import IpcTensors
 from engine.weights.magnitudes import UNKNOWN, Magnitudes

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.sampling.step_supports import FEATURE, StepSupport, Wanted, returns_output
-from engine.sampling.support_rows import Mask, encode_mask
+from engine.sampling.support_encoding import Mask, encode_mask
 
 Method = Callable[..., Any]
 

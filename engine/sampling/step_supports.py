@@ -21,7 +21,7 @@ from engine.sampling.requested_logprobs import (
     RequestedLogprobs,
     requested_logprobs,
 )
-from engine.sampling.support_rows import encode_mask, split_rows
+from engine.sampling.support_encoding import encode_mask, split_rows
 
 SUPPORT_ARG = "coppice_support"
 FEATURE = feature("support replay")

@@ -1,4 +1,4 @@
-"""Hooks in vLLM's first sampler and its output that return the supports of sampled tokens.
+"""Hooks in Model Runner V1's sampler that return the token ids each token was sampled from.
 
 With `logprobs_mode="processed_logprobs"` the sampler's logprobs are minus infinity for exactly the
 token ids that a token could not be sampled from, whatever excluded them: top-k, top-p, min-p, a

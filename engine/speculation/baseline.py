@@ -27,7 +27,7 @@ from vllm.platforms import current_platform
 
 from engine.attention import register as attention
 from engine.attention.crossover import CacheKey
-from engine.runtime.installed_settings import cache_directory
+from engine.runtime.process_environment import cache_directory
 from engine.speculation.cost import (
     CONTEXT_BUCKET,
     MIN_SPEEDUP,

@@ -1,4 +1,4 @@
-"""Replacements in vLLM's model runner: verification of drafts, and steps without drafting."""
+"""Draft verification that replaces vLLM's rejection sampler and is skipped without drafts."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace

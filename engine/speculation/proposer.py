@@ -15,7 +15,7 @@ from engine.speculation.controller import Controller
 from engine.speculation.cost import Profile, Step
 from engine.speculation.counters import COUNTERS
 from engine.speculation.draft_verification import DraftStepSkipper, DraftVerifier
-from engine.speculation.drafting import STORE_BYTES
+from engine.speculation.drafting_base import STORE_BYTES
 from engine.speculation.speculator import Speculator, TokenLists
 from kernels.draft_index.compiled_store import DraftStore
 from kernels.draft_index.store_protocol import Int32Array

@@ -17,7 +17,7 @@ import numpy as np
 from engine.speculation.controller import Controller
 from engine.speculation.cost import Profile
 from engine.speculation.counters import Counters
-from engine.speculation.drafting import Drafting
+from engine.speculation.drafting_base import Drafting
 from engine.speculation.request_table import Batch, NewTokens, SentDrafts
 from kernels.draft_index.store_protocol import DraftBatch, Int32Array, Store
 

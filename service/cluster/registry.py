@@ -18,7 +18,7 @@ from typing import Annotated, Final, Protocol
 
 from pydantic import Field
 
-from coppice.wire.columns.kv_versions import ActivationKv
+from coppice.wire.columns.kv_version_spans import ActivationKv
 from coppice.wire.weights import ActivationMode
 from service.readiness import ReplicaState
 

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Response
 from fastapi.routing import APIRoute
 
 from service.auth.access import agent
-from service.compat import model_routes
+from service.compat import model_and_adapter_routes
 from service.compat.anthropic import routes as anthropic
 from service.compat.openai import chat, completions
 from service.compat.responses import routes as responses
@@ -24,7 +24,7 @@ SHARED: Sequence[APIRouter] = (
     completions.router,
     responses.router,
     anthropic.router,
-    model_routes.openai,
+    model_and_adapter_routes.openai,
 )
 Endpoint = Callable[..., Awaitable[Response]]
 

@@ -14,7 +14,7 @@ from starlette.routing import BaseRoute
 
 from service import __version__
 from service.auth.access import authorize, declared_access, public
-from service.compat import agent_routes, model_routes, unsupported
+from service.compat import agent_routes, model_and_adapter_routes, unsupported_routes
 from service.compat.anthropic import routes as anthropic
 from service.compat.bodies import BODY_MODELS, SCHEMA_REFERENCE
 from service.compat.errors import to_openai_json
@@ -32,11 +32,11 @@ OPENAPI_PATH = "/compat/openapi.json"
 RouteAudience = Literal["everybody", "callers", "operators"]
 
 OPENAI = (
-    model_routes.openai,
+    model_and_adapter_routes.openai,
     completions.router,
     chat.router,
     responses.router,
-    unsupported.openai,
+    unsupported_routes.openai,
 )
 ROUTERS: dict[CompatApi, Sequence[APIRouter]] = {
     "openai": OPENAI,
@@ -44,15 +44,15 @@ ROUTERS: dict[CompatApi, Sequence[APIRouter]] = {
     "vllm": (
         *(
             *OPENAI,
-            model_routes.router,
+            model_and_adapter_routes.router,
             vllm_tokens.generation,
             vllm_tokens.tokenization,
         ),
-        *(anthropic.router, vllm_control.router, unsupported.vllm, unsupported.skyrl),
+        *(anthropic.router, vllm_control.router, unsupported_routes.vllm, unsupported_routes.skyrl),
     ),
     "sglang": (
-        *(*OPENAI, model_routes.router, sglang_generate.router),
-        *(sglang_control.router, unsupported.sglang),
+        *(*OPENAI, model_and_adapter_routes.router, sglang_generate.router),
+        *(sglang_control.router, unsupported_routes.sglang),
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Rollouts that are handed over: offers of those that are here, and arrival of others."""
+"""Hand-over of rollouts: offers of local ones to other replicas, and arrival of offered ones."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator

@@ -1,4 +1,4 @@
-"""Agent sessions that are handed over: offers of those that are here, and arrival of others."""
+"""Hand-over of sessions: offers of local ones to other replicas, and arrival of offered ones."""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ from coppice.wire.handoff import (
     SessionsOffer,
 )
 from coppice.wire.sessions import SessionsFinish
-from engine.protocol.engine_state import EngineState
+from engine.protocol.info_and_health import EngineState
 from service.cluster.build import Cluster
 from service.cluster.idempotency_claim import IdempotencyClaim, move_key
 from service.cluster.registry import Replica

@@ -3,7 +3,7 @@
 import uuid
 from typing import Final
 
-from coppice.wire.columns.kv_versions import KeepKv
+from coppice.wire.columns.kv_version_spans import KeepKv
 from engine.types.samples import KeptKv
 
 _NAMESPACE: Final = uuid.uuid4().hex

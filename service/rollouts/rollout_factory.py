@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from coppice.wire.columns.kv_versions import KeepKv
+from coppice.wire.columns.kv_version_spans import KeepKv
 from coppice.wire.columns.token_columns import TokenLists
 from coppice.wire.rollouts import WeightsConstraint
 from engine.protocol.generation import Generation

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from coppice.wire.columns.kinds import Values
-from coppice.wire.columns.kv_versions import KeepKv
+from coppice.wire.columns.kv_version_spans import KeepKv
 from coppice.wire.columns.token_columns import (
     COLUMNS,
     GivenTokenFields,

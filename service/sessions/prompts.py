@@ -1,4 +1,4 @@
-"""Token ids of an agent's conversations: those of a recorded call, then only what is new.
+"""Prompts of agent conversations: tokens of a recorded call, plus only the newly added text.
 
 A conversation is rendered whole if it continues no recorded call, if the session's history is that
 of the template, or if the template does not mark where a message ends.

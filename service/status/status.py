@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from coppice.wire.status import EngineStatus, StartPhase, StatusAnswer
-from engine.protocol.engine_state import EngineState
-from engine.protocol.features import DRAFT_MODEL
+from engine.protocol.info_and_health import EngineState
+from engine.protocol.optional_features import DRAFT_MODEL
 from engine.types.feature_stats import (
     CudaGraphStats,
     KeptKvStats,

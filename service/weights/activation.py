@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager, contextmanager
 from enum import StrEnum, auto
 from typing import Final
 
-from coppice.wire.columns.kv_versions import ActivationKv
+from coppice.wire.columns.kv_version_spans import ActivationKv
 from coppice.wire.weights import ActivationAnswer, ActivationMode
 from engine.errors import (
     CheckpointRefused,

@@ -1,4 +1,4 @@
-"""Composition of the weights: staging, activation, and replication in the cluster."""
+"""Construction of the weights components: staging, activation, and replication in the cluster."""
 
 from dataclasses import dataclass
 

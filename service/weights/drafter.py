@@ -6,7 +6,7 @@ from pathlib import Path
 
 from coppice.wire.weights import DrafterAcceptance, DrafterAnswer, DrafterTraining
 from engine.errors import CheckpointRefused, DrafterRefused
-from engine.protocol.features import DRAFT_MODEL, DraftModel, Features
+from engine.protocol.optional_features import DRAFT_MODEL, DraftModel, Features
 from engine.types.feature_stats import DrafterPairStats
 from service.checkpoint_store import CheckpointStore
 from service.errors import NoDrafter, VersionConflict, WeightsRefused

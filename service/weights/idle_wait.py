@@ -1,4 +1,4 @@
-"""Wait of an activation in mode `wait` for the running samples."""
+"""Wait for running samples to finish before an activation in mode `wait`."""
 
 import asyncio
 import itertools

@@ -19,7 +19,7 @@ from safetensors.numpy import load, save
 from coppice.results import result_of, result_of_packed, sample_of
 from coppice.rollout_options import to_continue_from
 from coppice.wire.columns.kinds import Experts, KvSpans, Values
-from coppice.wire.columns.kv_versions import KvVersionSpan
+from coppice.wire.columns.kv_version_spans import KvVersionSpan
 from coppice.wire.columns.logprobs import TokenLogprobs
 from coppice.wire.columns.routed_experts import RoutedExperts
 from coppice.wire.columns.support import Support
@@ -39,7 +39,7 @@ from coppice.wire.rollouts import (
     SegmentAnswer,
     UnfinishedSample,
 )
-from engine.sampling.support_rows import encode_mask
+from engine.sampling.support_encoding import encode_mask
 from tests.client.answers import USAGE
 
 VOCAB_SIZE = 16

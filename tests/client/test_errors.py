@@ -22,7 +22,7 @@ def test_every_code_has_exactly_one_class() -> None:
 def test_every_problem_class_is_used() -> None:
     family = {
         member
-        for member in vars(coppice).values()
+        for member in (getattr(coppice, name) for name in dir(coppice))
         if isinstance(member, type) and issubclass(member, ProblemError)
     }
     assert family - {ProblemError} == set(PROBLEM_CLASSES.values())

@@ -1,6 +1,6 @@
 """Slicing and concatenation of KV version spans."""
 
-from coppice.wire.columns.kv_versions import KvVersionSpan, cut_kv_versions, joined_kv_versions
+from coppice.wire.columns.kv_version_spans import KvVersionSpan, cut_kv_versions, joined_kv_versions
 
 Span = tuple[str, int, int, int]
 WHOLE: list[Span] = [("v1", 0, 12, 0), ("v2", 0, 8, 3), ("v3", 8, 16, 3)]

@@ -16,7 +16,7 @@ from coppice.wire.columns.support import support_answer
 from coppice.wire.columns.versions import VersionSpan
 from coppice.wire.rollouts import GroupAnswer, SegmentAnswer, SegmentFinish
 from coppice.wire.sessions import SessionAnswer, SessionUsage, Turn
-from engine.sampling.support_rows import encode_mask
+from engine.sampling.support_encoding import encode_mask
 from tests.compat.programs import ROOT, install
 
 VOCAB_SIZE = 16

@@ -3,7 +3,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coppice.weights.tensors import StateDict, tensors_of
+from coppice.weights.tensor_serialization import StateDict, tensors_of
 
 
 def names(state: StateDict) -> list[str]:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from coppice.weights.tensors import StateDict, tensors_of
+from coppice.weights.tensor_serialization import StateDict, tensors_of
 
 torch = pytest.importorskip("torch")
 

@@ -18,7 +18,7 @@ from coppice import BadAnswer, WeightsRefused
 from coppice.operations.weight_streams import chunks_until
 from coppice.transport.httpx_drivers import AsyncDriver, BlockingDriver, run_sync
 from coppice.weights.checkpoint_files import FileImage, shards_of
-from coppice.weights.tensors import HashedChunks, tensors_of
+from coppice.weights.tensor_serialization import HashedChunks, tensors_of
 from tests.client.answers import VERSION
 from tests.client.app import App, refusing
 from tests.client.checkpoints import INDEX, sharded, single

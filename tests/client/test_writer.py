@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from coppice.transport.messages import CHUNK_BYTES
-from coppice.weights.tensors import StateDict, Tensor, tensors_of, write_safetensors
+from coppice.weights.tensor_serialization import StateDict, Tensor, tensors_of, write_safetensors
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ import torch
 
 from coppice import Support, Unsupported
 from coppice.integrations.trl import RolloutFunc, SupportReplay, Supports
-from engine.sampling.support_rows import encode_mask
+from engine.sampling.support_encoding import encode_mask
 from tests.train.models import VOCABULARY, tiny_model
 
 PROMPT, COMPLETION = [3, 7, 11], [7, 20, 20]

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from coppice import AsyncRollouts, Unsupported
-from coppice.integrations.label_generator import LabelGenerator, step_of
 from coppice.integrations.verl.generation import (
     Generation,
     GenerationOutput,
@@ -27,6 +26,7 @@ from coppice.integrations.verl.generation import (
     support_of,
 )
 from coppice.integrations.verl.publisher import Publisher, ServerList
+from coppice.integrations.weights_version_labels import LabelGenerator, step_of
 from tests.compat.third_party import Foreign, foreign
 from tests.fake_engine import FakeEngine
 

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from coppice.integrations.label_generator import step_of
+from coppice.integrations.weights_version_labels import step_of
 from examples.seedling.enlarge import SEEDLING
 from tests.compat import programs
 from tests.invariants.service_process import home, service

@@ -28,7 +28,7 @@ from coppice.wire import (
     weights,
 )
 from coppice.wire.base import RequestModel
-from coppice.wire.columns import kv_versions, logprobs, routed_experts, support, versions
+from coppice.wire.columns import kv_version_spans, logprobs, routed_experts, support, versions
 from coppice.wire.packed import results
 from tests.contract.document import Node, resolved
 
@@ -42,7 +42,7 @@ MODULES: tuple[ModuleType, ...] = (
     problem_catalogue,
     results,
     kv_reuse,
-    kv_versions,
+    kv_version_spans,
     logprobs,
     rollouts,
     routed_experts,
@@ -54,6 +54,8 @@ MODULES: tuple[ModuleType, ...] = (
     cuda_ipc_weights,
     weights,
 )
+WITHOUT_ROUTE = ("VersionedState", "RolloutState", "SessionsState")
+"""Models that no route receives: states, of which offers consist."""
 BOUNDS = ("minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems", "pattern")
 EXCLUSIVE = {"exclusiveMinimum": ("minimum", 1), "exclusiveMaximum": ("maximum", -1)}
 
@@ -64,6 +66,7 @@ def wire_models() -> dict[str, type[BaseModel]]:
         for module in MODULES
         for name, model in inspect.getmembers(module, inspect.isclass)
         if issubclass(model, BaseModel) and model.__module__ == module.__name__
+        if name not in WITHOUT_ROUTE
     }
 
 

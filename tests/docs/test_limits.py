@@ -18,7 +18,7 @@ NO_LIMITS_OF_REQUESTS = {
     "service/compat/bodies.py": {"MAX_EXTRA_FIELDS"},
     "service/compat/sglang/generate.py": {"MAX_QUIET_SECONDS"},
     "service/http/file_limit.py": {"MAX_OPEN_FILES"},
-    "service/kv/spans/observation_selection.py": {
+    "service/kv/spans/prediction_sources.py": {
         "MAX_OBSERVATIONS_PER_SECTION",
         "MAX_CACHED_PAIRS",
     },
@@ -35,7 +35,7 @@ NO_LIMITS_OF_REQUESTS = {
     "service/kv/handles/file_layout.py": {"MAX_TOKENS"},
     "service/sessions/history.py": {"MAX_PARSED_CHARS"},
     "service/sessions/kv_release.py": {"MAX_WAITING"},
-    "service/sessions/manager.py": {"MAX_LOOKUPS"},
+    "service/sessions/addresses.py": {"MAX_LOOKUPS"},
     "service/status/dashboard_snapshot.py": {
         *("MAX_ROLLOUTS", "MAX_GROUPS", "MAX_SAMPLES", "MAX_ROWS"),
         *("MAX_LEASES", "MAX_VERSIONS"),

@@ -39,8 +39,8 @@ live.close()
 assert worker.__bases__ == bases
 """
 INSTALL = """
-from engine.runtime import gc_and_process_group
-gc_and_process_group.exit_with_service = lambda: None
+from engine.runtime import process_setup
+process_setup.exit_with_service = lambda: None
 multiprocessing.current_process().name = "EngineCore_DP0"
 from engine.launch.plugin import install
 install()

@@ -9,7 +9,7 @@ import pytest
 from engine.attention import settings as attention_settings
 from engine.attention.settings import AttentionSettings
 from engine.launch.environment import engine_environment
-from engine.runtime.installed_settings import (
+from engine.runtime.process_environment import (
     cache_directory,
     started_by_coppice,
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.launch.environment import engine_environment
-from engine.runtime import gc_and_process_group
+from engine.runtime import process_setup
 from engine.settings import EngineSettings
 
 CHILD = """
@@ -22,7 +22,7 @@ assert gc.isenabled() and gc.get_freeze_count() > 0
 
 def test_imports_run_without_collections_and_are_frozen() -> None:
     frozen = gc.get_freeze_count()
-    with gc_and_process_group.gc_disabled_during_imports():
+    with process_setup.gc_disabled_during_imports():
         assert not gc.isenabled()
         kept: list[list[int]] = [[] for _ in range(1000)]
     assert gc.isenabled()
@@ -30,7 +30,7 @@ def test_imports_run_without_collections_and_are_frozen() -> None:
 
 
 def test_failed_import_enables_the_collector_again() -> None:
-    with pytest.raises(ImportError), gc_and_process_group.gc_disabled_during_imports():
+    with pytest.raises(ImportError), process_setup.gc_disabled_during_imports():
         raise ImportError
     assert gc.isenabled()
 

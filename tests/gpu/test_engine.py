@@ -15,7 +15,7 @@ import pytest
 from engine.attention import register as attention
 from engine.attention.counters import COUNTERS
 from engine.attention.settings import AttentionSettings
-from engine.runtime.installed_settings import CACHE_ENV
+from engine.runtime.process_environment import CACHE_ENV
 from tests.engine.greedy import logit_gap_to_greedy
 from tests.engine.random_models import make_models
 from tests.engine.seedling import reference, teacher_forced

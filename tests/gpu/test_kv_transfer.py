@@ -81,7 +81,7 @@ class MemoryTarget:
 @cuda_only
 def test_blocks_are_read_after_the_step_that_fills_them() -> None:
     """The thread that runs steps does not wait, neither for its step nor for the copies."""
-    from engine.kv_transfer.worker.cuda_blocks import CudaBlockReader
+    from engine.kv_transfer.worker.cuda_block_exporter import CudaBlockReader
 
     on_device, failures = caches(), list[Failure | None]()
     filled = [cache.cpu().clone() for cache in on_device]
@@ -121,9 +121,9 @@ USUAL = CacheLayout(
 @pytest.mark.parametrize("is_registered", [True, False])
 def test_prompt_of_a_usual_size_is_read_and_written(is_registered: bool, tmp_path: Path) -> None:
     """230 MiB, which no single transfer takes, into eight registered chunks of an arena."""
-    from engine.kv_transfer.worker.cuda_blocks import CudaBlockReader
+    from engine.kv_transfer.worker.cuda_block_exporter import CudaBlockReader
+    from engine.kv_transfer.worker.cuda_block_loader import CudaBlockLoader
     from engine.kv_transfer.worker.cuda_host_memory import CudaHostMemory
-    from engine.kv_transfer.worker.cuda_writer import CudaBlockWriter
 
     num_tokens = 2048
     shape = (28, num_tokens // BLOCK, BLOCK, 8, 2 * 128)
@@ -147,7 +147,7 @@ def test_prompt_of_a_usual_size_is_read_and_written(is_registered: bool, tmp_pat
         assert (target.registered_parts(flat) is not None) == is_registered
         for layer in on_device:
             layer.zero_()
-        writer = CudaBlockWriter(on_device, ROTARY_OF_USUAL)
+        writer = CudaBlockLoader(on_device, ROTARY_OF_USUAL)
         writer.warm_up()
         writer.write(target.open(), 0, blocks, is_registered=is_registered)
         writer.flush()
@@ -178,7 +178,7 @@ def test_driver_registers_shared_memory() -> None:
 @cuda_only
 @pytest.mark.parametrize("shift", [0, 1, -40, 700])
 def test_written_span_is_shifted_and_may_be_overwritten_at_once(shift: int) -> None:
-    from engine.kv_transfer.worker.cuda_writer import CudaBlockWriter
+    from engine.kv_transfer.worker.cuda_block_loader import CudaBlockLoader
 
     on_device, blocks = caches(), [3, 11, 0]
     before = [cache.cpu().clone() for cache in on_device]
@@ -188,7 +188,7 @@ def test_written_span_is_shifted_and_may_be_overwritten_at_once(shift: int) -> N
     span = arena[:, :, :HEADS]  # a rank's heads, not contiguous
     want = span.double().clone()
     want[:, 0] = slow_shift(span[:, 0].contiguous(), shift, ROTARY)
-    CudaBlockWriter(on_device, ROTARY).write(span, shift, blocks, is_registered=False)
+    CudaBlockLoader(on_device, ROTARY).write(span, shift, blocks, is_registered=False)
     arena.fill_(torch.nan)
     got = torch.empty_like(want, dtype=torch.bfloat16)
     after = [cache.cpu() for cache in on_device]
@@ -225,7 +225,7 @@ def test_gpu_memory_is_opened_by_another_process() -> None:
 
 @cuda_only
 def test_export_that_stays_on_the_gpu_equals_its_copy(tmp_path: Path) -> None:
-    from engine.kv_transfer.worker.cuda_blocks import CudaBlockReader
+    from engine.kv_transfer.worker.cuda_block_exporter import CudaBlockReader
     from engine.kv_transfer.worker.cuda_host_memory import CudaHostMemory
     from engine.kv_transfer.worker.gpu_arena import GpuArena
 

@@ -10,7 +10,7 @@ import pytest
 
 from engine.attention import register as attention
 from engine.attention.settings import AttentionSettings
-from engine.runtime.installed_settings import CACHE_ENV
+from engine.runtime.process_environment import CACHE_ENV
 from engine.speculation import settings as process_settings
 from engine.speculation.controller import Draft, Int32Array
 from engine.speculation.core.scheduler_drafts import FEATURE, SchedulerDrafts

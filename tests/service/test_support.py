@@ -25,7 +25,7 @@ from coppice.wire.columns.token_columns import TokenColumns, TokenLists
 from coppice.wire.packed.results import pack, unpack
 from coppice.wire.rollouts import RolloutAnswer, RolloutRequest, SegmentAnswer, UnfinishedSample
 from coppice.wire.sampling import Sampling
-from engine.sampling.support_rows import encode_mask
+from engine.sampling.support_encoding import encode_mask
 from service.errors import InvalidRequest
 from service.rollouts.groups.sample_answer import answer_fields
 from service.rollouts.groups.supports import check, given_support, max_row_bytes, support_of

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from coppice import AsyncRollouts, Rollouts, VersionConflict
 from coppice.weights.checkpoint_files import shards_of
-from coppice.weights.tensors import tensors_of
+from coppice.weights.tensor_serialization import tensors_of
 from service.weights.stager import IncomingFile
 from tests.fake_engine import FakeEngine
 from tests.service.test_weight_faults import leftovers, versions

@@ -38,8 +38,8 @@ from engine.cudagraphs.planner import Plan
 from engine.drafter.core import engine_core_methods
 from engine.drafter.worker import draft_speculator
 from engine.kv_transfer import connector
-from engine.kv_transfer.worker import cache_blocks, cuda_blocks, cuda_host_memory, cuda_writer
-from engine.kv_transfer.worker import export_writer, loader, rpc
+from engine.kv_transfer.worker import cache_blocks, cuda_block_exporter, cuda_block_loader
+from engine.kv_transfer.worker import cuda_host_memory, export_setup, export_writer, loader
 from engine.launch import core_methods, worker
 from engine.cudagraphs import graph_candidates
 from engine.speculation import proposer

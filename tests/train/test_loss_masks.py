@@ -23,7 +23,7 @@ from coppice.train import (
 )
 from coppice.train.group_rows import sampled_runs
 from coppice.wire.columns.support import Support
-from engine.sampling.support_rows import encode_mask
+from engine.sampling.support_encoding import encode_mask
 from tests.train.models import error, gradients, random_group, random_loss, tiny_model
 from tests.train.naive import naive_backward, naive_logprobs
 from tests.train.test_sampled_distribution import random_support

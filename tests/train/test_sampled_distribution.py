@@ -18,7 +18,7 @@ from coppice.train import (
 )
 from coppice.train import sampled_distribution as module
 from coppice.wire.columns.support import Support
-from engine.sampling.support_rows import encode_mask
+from engine.sampling.support_encoding import encode_mask
 from tests.train.models import VOCABULARY, error, random_group, tiny_model
 from tests.train.naive import naive_logprobs, naive_token_logprobs
 from tests.train.test_backward import SCHEDULES, found_gradients, naive_gradients

@@ -20,7 +20,7 @@ from typing import Any
 
 from coppice.client import Rollouts
 from coppice.errors import Incomplete, Unsupported
-from coppice.integrations.label_generator import LabelGenerator
+from coppice.integrations.weights_version_labels import LabelGenerator
 from coppice.results import Group, Sample
 from coppice.rollout_options import RolloutOptions
 from coppice.wire.columns.support import Support

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 
 from coppice.transport.messages import HttpRequest, file_request, json_request
 from coppice.transport.retry import RequestSender
-from coppice.weights.tensors import tensors_from_files, write_safetensors
+from coppice.weights.tensor_serialization import tensors_from_files, write_safetensors
 from coppice.wire.base import Label
 from coppice.wire.weights import AdapterAnswer, AdaptersAnswer, LoadAdapterRequest
 

@@ -8,8 +8,8 @@ from coppice.operations.weights import address_of
 from coppice.transport.messages import json_request
 from coppice.transport.retry import RequestSender
 from coppice.weights.gpu_weights import GpuWeights
-from coppice.weights.tensors import StateDict
-from coppice.wire.columns.kv_versions import ActivationKv
+from coppice.weights.tensor_serialization import StateDict
+from coppice.wire.columns.kv_version_spans import ActivationKv
 from coppice.wire.cuda_ipc_weights import TransferRequest
 from coppice.wire.weights import ActivationAnswer, ActivationMode
 

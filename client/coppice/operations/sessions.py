@@ -13,7 +13,7 @@ from coppice.operations.record_stream import NDJSON
 from coppice.sessions import AgentSession, SessionGroup, SessionResult, session_result_of
 from coppice.transport.messages import HttpRequest, json_request
 from coppice.transport.retry import RequestSender
-from coppice.wire.columns.kv_versions import KeepKv
+from coppice.wire.columns.kv_version_spans import KeepKv
 from coppice.wire.rollouts import WeightsConstraint
 from coppice.wire.sampling import Sampling
 from coppice.wire.sessions import (

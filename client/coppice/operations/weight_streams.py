@@ -8,7 +8,7 @@ from coppice.errors import BadAnswer
 from coppice.transport.messages import Chunk, HttpRequest, StreamedBody, upload_request
 from coppice.transport.retry import RequestSender
 from coppice.weights.checkpoint_files import FileImage
-from coppice.weights.tensors import ChecksummedChunks
+from coppice.weights.tensor_serialization import ChecksummedChunks
 from coppice.wire.weights import VersionAnswer
 
 

@@ -30,9 +30,9 @@ from coppice.weights.checkpoint_files import (
     tensors_of_source,
 )
 from coppice.weights.delta_writer import BaseFile
-from coppice.weights.tensors import StateDict
+from coppice.weights.tensor_serialization import StateDict
 from coppice.wire.base import Label
-from coppice.wire.columns.kv_versions import ActivationKv
+from coppice.wire.columns.kv_version_spans import ActivationKv
 from coppice.wire.weights import (
     ActivateRequest,
     ActivationAnswer,

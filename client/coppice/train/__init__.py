@@ -11,7 +11,7 @@ except ModuleNotFoundError as missing:
         name=missing.name,
     ) from None
 
-from coppice.train.attention.contexts import UnsupportedModel
+from coppice.train.attention.implementations import UnsupportedModel
 from coppice.train.attention.models import attending
 from coppice.train.backward import BackwardReport, Schedule, grouped_backward
 from coppice.train.data_parallel import reduce_gradients

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coppice.train.attention.contexts import (
+from coppice.train.attention.implementations import (
     InjectingContext,
     PackedContext,
     PromptContext,

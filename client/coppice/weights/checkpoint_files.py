@@ -15,7 +15,7 @@ from typing import Any
 
 from coppice.safetensors_io import read_header
 from coppice.transport.messages import CHUNK_BYTES, Chunk, file_chunks
-from coppice.weights.tensors import (
+from coppice.weights.tensor_serialization import (
     SafetensorsImage,
     StateDict,
     Tensor,

@@ -31,7 +31,7 @@ from coppice.weights.delta import (
     encode_block,
     map_in_order,
 )
-from coppice.weights.tensors import Tensor, write_safetensors
+from coppice.weights.tensor_serialization import Tensor, write_safetensors
 
 MAX_DELTA_RATIO = 0.9
 """Largest size of a difference relative to its tensor; coding costs time on both sides."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from importlib import import_module
 from typing import Any, Self, cast, get_args
 
-from coppice.weights.tensors import StateDict, Tensor, tensors_of
+from coppice.weights.tensor_serialization import StateDict, Tensor, tensors_of
 from coppice.wire.cuda_ipc_weights import CUDA_MALLOC, IpcHandle, IpcTensor, TransferDtype
 
 

@@ -18,7 +18,7 @@ from coppice.wire.base import (
 )
 from coppice.wire.branching import Branching
 from coppice.wire.chat import Message, ParsedMessage, Tool
-from coppice.wire.columns.kv_versions import ChainKeepKv
+from coppice.wire.columns.kv_version_spans import ChainKeepKv
 from coppice.wire.columns.logprobs import NumTopLogprobs, OptionalPromptLogprobs, PositionTokenIds
 from coppice.wire.columns.routed_experts import OptionalExperts
 from coppice.wire.columns.token_columns import GivenTokenFields, TokenFields

@@ -12,7 +12,7 @@ from coppice.wire.base import (
     JsonInteger,
     RequestModel,
 )
-from coppice.wire.columns.kv_versions import KeepKv
+from coppice.wire.columns.kv_version_spans import KeepKv
 from coppice.wire.columns.logprobs import NumTopLogprobs
 from coppice.wire.rollouts import (
     GroupAnswer,

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from coppice.wire.base import AnswerModel, JsonInteger, Label, RequestModel
-from coppice.wire.columns.kv_versions import ActivationKv
+from coppice.wire.columns.kv_version_spans import ActivationKv
 
 VersionState = Literal["incomplete", "staged", "active", "superseded"]
 ActivationMode = Literal["keep", "recompute", "wait", "abort"]

@@ -3,10 +3,10 @@
 import hashlib
 from typing import TYPE_CHECKING, Any
 
-from engine.cudagraphs.installed_plan import graph_plan
+from engine.cudagraphs.plan_from_environment import graph_plan
 from engine.drafter.acceptance_by_version import Snapshot
 from engine.drafter.core.scheduler_hooks import DraftingHooks
-from engine.runtime.installed_settings import cache_directory
+from engine.runtime.process_environment import cache_directory
 from engine.speculation.baseline import cost_model, profile_key
 from engine.speculation.controller import Controller
 from engine.speculation.cost import ProfileCache, Step

@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import (
 )
 from vllm.v1.worker.utils import get_uniform_decode_token_count
 
-from engine.cudagraphs.installed_plan import graph_plan
+from engine.cudagraphs.plan_from_environment import graph_plan
 from engine.drafter.worker.draft_graphs import (
     CORRECTION_TOKENS,
     DraftGraphManager,

@@ -102,7 +102,7 @@ class ExportWriter:
         attempt(self._write_status, job, ExportStatus.FAILED if failure else ExportStatus.COMMITTED)
 
     def _prepare_gpu(self, gpu_bytes: int) -> None:
-        from engine.kv_transfer.worker import cuda_blocks, cuda_host_memory  # needs Triton
+        from engine.kv_transfer.worker import cuda_block_exporter, cuda_host_memory  # needs Triton
 
         device = self._caches[0].device
         if gpu_bytes and self._heads:
@@ -111,7 +111,7 @@ class ExportWriter:
                 self.gpu_arena_failure = arena.message
             else:
                 self.gpu_arena = arena
-        reader = cuda_blocks.CudaBlockReader(self._caches, self.gpu_arena)
+        reader = cuda_block_exporter.CudaBlockReader(self._caches, self.gpu_arena)
         reader.warm_up()
         registry = cuda_host_memory.CudaHostMemory(device)
         self.indirect_reason = cuda_host_memory.registration_failure(registry)

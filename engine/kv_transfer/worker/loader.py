@@ -1,4 +1,4 @@
-"""Loads exported KV into a step's cache blocks, in a worker, before the forward pass.
+"""Loader of exported KV into the cache blocks of a step, in a worker, before the forward pass.
 
 A span whose keys are only shifted is read directly from the arena. Predicted spans and spans that
 share a block are assembled first, in parts small enough to limit memory. Prediction weights are
@@ -192,9 +192,9 @@ class Loader:
         self._arenas.close()
 
     def _prepare_gpu(self, rotary: RotaryParams | None) -> None:
-        from engine.kv_transfer.worker import cuda_host_memory, cuda_writer  # needs Triton
+        from engine.kv_transfer.worker import cuda_block_loader, cuda_host_memory  # needs Triton
 
-        writer = cuda_writer.CudaBlockWriter(self._caches, rotary)
+        writer = cuda_block_loader.CudaBlockLoader(self._caches, rotary)
         writer.warm_up()
         registry = cuda_host_memory.CudaHostMemory(self._caches[0].device)
         if reason := cuda_host_memory.direct_read_failure(registry):

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from engine.kv_transfer.worker import rpc
-from engine.kv_transfer.worker.rpc import KvExportInfo
+from engine.kv_transfer.worker import export_setup
+from engine.kv_transfer.worker.export_setup import KvExportInfo
 from engine.runtime.feature_guard import Failure, attempt
 
 
@@ -13,12 +13,12 @@ def coppice_prepare_kv_export(self: Any, gpu_bytes: int = 0) -> KvExportInfo | s
     The rank takes `gpu_bytes` of GPU memory for KV that stays there.
     """
     model = self.model_runner.model
-    answer = attempt(rpc.prepare, self.vllm_config, model, gpu_bytes=gpu_bytes)
+    answer = attempt(export_setup.prepare, self.vllm_config, model, gpu_bytes=gpu_bytes)
     return answer.message if isinstance(answer, Failure) else answer
 
 
 def coppice_flush_exports(self: Any) -> bool:
-    return not isinstance(attempt(rpc.flush), Failure)
+    return not isinstance(attempt(export_setup.flush), Failure)
 
 
 METHODS = (coppice_prepare_kv_export, coppice_flush_exports)

@@ -9,7 +9,7 @@ from typing import Any
 from vllm.v1.engine import coordinator
 
 from engine.errors import StartFailed
-from engine.runtime.gc_and_process_group import create_process_group, exit_with_service
+from engine.runtime.process_setup import create_process_group, exit_with_service
 from engine.settings import EngineSettings
 
 

@@ -7,7 +7,7 @@ from vllm.utils.torch_utils import set_random_seed
 
 from engine.launch.ranks.digests import MachineDigests, model_digest, package_versions
 from engine.runtime.feature_guard import Failure, attempt
-from engine.runtime.installed_settings import own_settings_digest
+from engine.runtime.process_environment import own_settings_digest
 from engine.weights.checkpoint import fingerprint
 
 

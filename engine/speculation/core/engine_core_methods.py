@@ -2,14 +2,14 @@
 
 from typing import TYPE_CHECKING
 
-from engine.cudagraphs.installed_plan import graph_plan
+from engine.cudagraphs.plan_from_environment import graph_plan
 from engine.speculation.baseline import cost_model, may_speed_up, profile_cache
 from engine.speculation.calibration import DraftCalibration
 from engine.speculation.core.scheduler_drafts import SchedulerDrafts
 from engine.speculation.core.uniform_length import UniformController
 from engine.speculation.cost import Profile, Step, draft_lengths
 from engine.speculation.counters import COUNTERS, Snapshot
-from engine.speculation.drafting import STORE_BYTES
+from engine.speculation.drafting_base import STORE_BYTES
 from engine.speculation.late_drafts import lookup_length
 from kernels.draft_index.compiled_store import DraftStore
 

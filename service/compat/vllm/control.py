@@ -7,7 +7,7 @@ from coppice.wire.pause import DEFAULT_SLEEP_LEASE_SECONDS
 from engine.types.samples import KV_CACHE, WEIGHTS, PauseMode, SleepLevel, SleepTag
 from service.auth.access import Caller, allow_any_key, public, requires_role
 from service.compat.bodies import CompatModel, Directory, EmptyBody, read_compat_body, request_body
-from service.compat.unsupported import NCCL
+from service.compat.unsupported_routes import NCCL
 from service.compat.weight_updates import UPDATE_RESPONSES, Updates
 from service.errors import (
     Asleep,

@@ -1,4 +1,4 @@
-"""Prompt spans whose entries are pinned for one group, which has missing spans written.
+"""Span entries pinned for one group until it ends, and requests that write the missing ones.
 
 A span that is not cached is prefilled alone, from position 0 on.
 """
@@ -14,7 +14,7 @@ from coppice.wire.rollouts import PromptSpan
 from engine.protocol.generation import Generation
 from engine.types.kv import ExportSlot, KvLoad
 from engine.types.samples import Completion, SampleRequest, Sampling
-from service.kv.prompt_source import GroupMonitor
+from service.kv.prompt_kv_source import GroupMonitor
 from service.kv.spans.index import SpanEntry, SpanIndex
 from service.kv.spans.prompt_template import Scope
 

@@ -16,18 +16,18 @@ from coppice.wire.kv_reuse import KvReuseMode, KvReuseReason
 from engine.protocol.generation import Generation
 from engine.types.kv import KvLoad, LoadPiece, ObservedKv
 from engine.types.samples import Completion, SampleRequest
-from service.kv.prompt_source import GroupMonitor
+from service.kv.prompt_kv_source import GroupMonitor
 from service.kv.spans.index import SpanEntry
-from service.kv.spans.observation_selection import (
+from service.kv.spans.observations import Observation, Observations
+from service.kv.spans.pinned_spans import ReuseFailed, cancel_on_end
+from service.kv.spans.prediction_sources import (
     DistanceCache,
-    ObservationSelection,
+    PredictionSources,
     SectionCandidates,
     find_candidates,
     pairs_to_compare,
     select_observations,
 )
-from service.kv.spans.observations import Observation, Observations
-from service.kv.spans.pinned_spans import ReuseFailed, cancel_on_end
 from service.kv.spans.prompt_template import PromptTemplate, TemplateSection, template_of
 from service.kv.spans.span_prompt import SpanPrompt
 
@@ -43,7 +43,7 @@ def load_pieces(
     template: PromptTemplate,
     bases: Mapping[int, SpanEntry],
     found: Sequence[SectionCandidates],
-    selection: ObservationSelection,
+    selection: PredictionSources,
 ) -> tuple[LoadPiece, ...]:
     """KV pieces that the engine loads for a predicted prompt, consecutive from token 0 on."""
     return tuple(
@@ -207,7 +207,7 @@ class PredictedPrompt(SpanPrompt):
         template: PromptTemplate,
         bases: Mapping[int, SpanEntry],
         found: Sequence[SectionCandidates],
-    ) -> ObservationSelection | None:
+    ) -> PredictionSources | None:
         pairs = {
             (index, observed): (bases[index].slot, observed.bases[index].slot)
             for index, observed in pairs_to_compare(template, found)
@@ -237,7 +237,7 @@ class PredictedPrompt(SpanPrompt):
         template: PromptTemplate,
         bases: Mapping[int, SpanEntry],
         found: Sequence[SectionCandidates],
-        selection: ObservationSelection,
+        selection: PredictionSources,
     ) -> KvLoad:
         self._source_observations = list(selection.sources)
         self.observations.used(list(selection.used))

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from coppice.wire.columns.kinds import Values
-from coppice.wire.columns.kv_versions import KvVersionSpan
+from coppice.wire.columns.kv_version_spans import KvVersionSpan
 from coppice.wire.columns.logprobs import TokenLogprobs
 from coppice.wire.columns.routed_experts import RoutedExperts
 from coppice.wire.columns.token_columns import COLUMNS, TokenColumns, TokenLists

@@ -1,4 +1,4 @@
-"""Token tree of a rollout or of an agent session.
+"""Token tree of a rollout or session: segments, attachment of prompts at shared prefixes.
 
 Its paths are exactly the tokens that the engine has read. It has no I/O and no clock. A segment has
 tokens that the policy sampled, or context: tokens of prompts, tool results and chat templates.

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from coppice.wire.columns.kv_versions import ActivationKv
+from coppice.wire.columns.kv_version_spans import ActivationKv
 from coppice.wire.weights import ActivationAnswer, ActivationMode
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import (

@@ -1,4 +1,4 @@
-"""Manifests, by which the cluster registry lists weights versions, compared with those here."""
+"""Manifests of weights versions in the cluster registry, and comparison with local versions."""
 
 import asyncio
 import base64

@@ -11,7 +11,7 @@ import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 
-from coppice.wire.columns.kv_versions import ActivationKv
+from coppice.wire.columns.kv_version_spans import ActivationKv
 from engine.types.samples import WEIGHTS
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import (

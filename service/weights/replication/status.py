@@ -1,4 +1,4 @@
-"""Weight replication status of all replicas."""
+"""Weights version of every replica, and counts of replicas that lag behind or have failed."""
 
 from coppice.wire.weights import ReplicaWeights, VersionsAnswer
 from service.cluster.membership import ClusterMembership

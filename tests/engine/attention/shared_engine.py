@@ -11,7 +11,7 @@ import pytest
 from engine.attention import register
 from engine.attention.counters import COUNTERS, Snapshot
 from engine.attention.settings import AttentionSettings, SharedPrefixMode
-from engine.runtime.installed_settings import CACHE_ENV
+from engine.runtime.process_environment import CACHE_ENV
 from tests.engine.stepped_engine import LiveEngine, live_engine
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from engine.cudagraphs.counters import Counters, Snapshot, aggregate_ranks
 from engine.cudagraphs.from_settings import graph_memory, plan_for_start
-from engine.cudagraphs.installed_plan import graph_plan
+from engine.cudagraphs.plan_from_environment import graph_plan
 from engine.cudagraphs.planner import Plan
 from engine.cudagraphs.settings import GraphsSettings
 from engine.cudagraphs.shapes import decode

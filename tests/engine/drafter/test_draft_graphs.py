@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.cudagraphs.installed_plan import GRAPHS_ENV
+from engine.cudagraphs.plan_from_environment import GRAPHS_ENV
 from engine.cudagraphs.planner import Plan
 from engine.cudagraphs.shapes import decode, mixed
 from tests.engine.drafter.draft_runner import (

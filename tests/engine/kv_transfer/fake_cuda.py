@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.kv_transfer.cache_layout import CacheLayout
-from engine.kv_transfer.worker import cuda_blocks, cuda_host_memory, cuda_writer
+from engine.kv_transfer.worker import cuda_block_exporter, cuda_block_loader, cuda_host_memory
 from tests.kernels.kv_layout_reference import gather_part_by_layer, scatter_part_by_vector
 
 LAYERS, BLOCKS, HEADS, BLOCK, SIZE, TOKENS = 5, 6, 2, 4, 4, 10
@@ -40,11 +40,11 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(
             torch, name, lambda *a, pin_memory=False, create=create, **k: create(*a, **k)
         )
-    monkeypatch.setattr(cuda_blocks, "gather_part", gather_part_by_layer)
-    monkeypatch.setattr(cuda_blocks, "STAGING_BYTES", 3 * ROW_BYTES)
-    monkeypatch.setattr(cuda_writer, "scatter_part", scatter_part_by_vector)
-    monkeypatch.setattr(cuda_writer, "PINNED_BYTES", 3 * ROW_BYTES)
-    for module in (cuda_writer, cuda_host_memory):
+    monkeypatch.setattr(cuda_block_exporter, "gather_part", gather_part_by_layer)
+    monkeypatch.setattr(cuda_block_exporter, "STAGING_BYTES", 3 * ROW_BYTES)
+    monkeypatch.setattr(cuda_block_loader, "scatter_part", scatter_part_by_vector)
+    monkeypatch.setattr(cuda_block_loader, "PINNED_BYTES", 3 * ROW_BYTES)
+    for module in (cuda_block_loader, cuda_host_memory):
         monkeypatch.setattr(module, "get_accelerator_view_from_cpu_tensor", lambda memory: memory)
 
 

@@ -9,14 +9,14 @@ from coppice.wire.rollouts import PromptSpan
 from engine.types.kv import ExportSlot, KvLoad
 from service.kv.arena import Extent
 from service.kv.spans.index import SpanEntry, SpanKey
-from service.kv.spans.observation_selection import (
+from service.kv.spans.observations import Observation, PromptContext
+from service.kv.spans.prediction import load_pieces
+from service.kv.spans.prediction_sources import (
     distance,
     find_candidates,
     pairs_to_compare,
     select_observations,
 )
-from service.kv.spans.observations import Observation, PromptContext
-from service.kv.spans.prediction import load_pieces
 from service.kv.spans.prompt_template import Scope, joined, template_of
 from tests.arena import TestArena
 from tests.engine.kv_transfer.export_models import COMMITTED

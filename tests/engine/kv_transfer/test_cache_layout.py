@@ -68,7 +68,7 @@ def window(size: int, **changes: Any) -> Any:
 
 
 def format_of(layouts: Any) -> KvFormat:
-    from engine.kv_transfer.worker.rpc import layer_formats
+    from engine.kv_transfer.worker.export_setup import layer_formats
 
     return KvFormat.of_layers(layer_formats(layouts), dtype="bfloat16", rope={})
 

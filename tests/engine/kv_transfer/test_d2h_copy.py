@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.kv_transfer.worker import mapped_arena
-from engine.kv_transfer.worker.cuda_blocks import (
+from engine.kv_transfer.worker.cuda_block_exporter import (
     CudaBlockReader,
     contiguous_runs,
 )

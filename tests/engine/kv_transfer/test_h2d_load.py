@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from engine.kv_transfer.jobs import LoadJob
-from engine.kv_transfer.worker import cuda_host_memory, cuda_writer
+from engine.kv_transfer.worker import cuda_block_loader, cuda_host_memory
+from engine.kv_transfer.worker.cuda_block_loader import CudaBlockLoader, PinnedRing
 from engine.kv_transfer.worker.cuda_host_memory import direct_read_failure
-from engine.kv_transfer.worker.cuda_writer import CudaBlockWriter, PinnedRing
 from engine.kv_transfer.worker.loader import Loader
 from engine.kv_transfer.worker.mapped_arena import Arenas
 from engine.runtime.feature_guard import Feature
@@ -53,7 +53,7 @@ def test_spans_are_written_and_their_keys_rotated(is_registered: bool, shift: in
     moved = source.double()
     moved[:, 0] = slow_shift(source[:, 0].contiguous(), shift, ROTARY)
     slow_scatter(moved, expected, [4, 1, 3])
-    writer = CudaBlockWriter(ours, ROTARY)
+    writer = CudaBlockLoader(ours, ROTARY)
     writer.write(source, shift, [4, 1, 3], is_registered=is_registered)
     writer.flush()
     for cache, want in zip(ours, expected, strict=True):
@@ -62,17 +62,17 @@ def test_spans_are_written_and_their_keys_rotated(is_registered: bool, shift: in
 
 @pytest.mark.parametrize("max_vectors", [4, 40])
 def test_long_rows_are_copied_in_parts(monkeypatch: pytest.MonkeyPatch, max_vectors: int) -> None:
-    monkeypatch.setattr(cuda_writer, "PINNED_BYTES", max_vectors * SIZE * 2)
+    monkeypatch.setattr(cuda_block_loader, "PINNED_BYTES", max_vectors * SIZE * 2)
     source, ours, expected = span_of(), caches(), caches()
     slow_scatter(source, expected, [4, 1, 3])
-    CudaBlockWriter(ours, None).write(source, 0, [4, 1, 3], is_registered=False)
+    CudaBlockLoader(ours, None).write(source, 0, [4, 1, 3], is_registered=False)
     assert all(torch.equal(cache, want) for cache, want in zip(ours, expected, strict=True))
 
 
 def test_warm_up_changes_nothing() -> None:
     ours = caches()
     for rotary in (None, ROTARY):
-        CudaBlockWriter(ours, rotary).warm_up()
+        CudaBlockLoader(ours, rotary).warm_up()
     assert all(torch.equal(cache, want) for cache, want in zip(ours, caches(), strict=True))
 
 

@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 
 from engine.errors import StartFailed
 from engine.kv_transfer.connector import PromptKvConnector
-from engine.kv_transfer.offloading import VersionedOffloadingConnector
+from engine.kv_transfer.versioned_offloading import VersionedOffloadingConnector
 from engine.settings import EngineSettings
 from tests.engine.made_arguments import engine_arguments
 from tests.engine.seedling import MODEL

@@ -34,7 +34,7 @@ def layouts() -> Any:
 
 @pytest.fixture
 def arena(tmp_path: Path) -> TestArena:
-    from engine.kv_transfer.worker.rpc import layer_formats
+    from engine.kv_transfer.worker.export_setup import layer_formats
 
     formats = layer_formats(layouts())
     return TestArena(tmp_path / "arena", KvFormat.of_layers(formats, dtype="float32", rope={}))

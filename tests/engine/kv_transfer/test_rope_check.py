@@ -23,7 +23,7 @@ def embedding(*, theta: float = 10000.0, scale: float = 1.0, **changes: Any) -> 
 
 
 def rotary_of_model(*embeddings: Any, **config: Any) -> Any:
-    from engine.kv_transfer.worker import rpc
+    from engine.kv_transfer.worker import export_setup
 
     layout: Any = SimpleNamespace(layers=LAYERS[: len(embeddings)], head_dim=HEAD_DIM)
     modules = {
@@ -38,7 +38,7 @@ def rotary_of_model(*embeddings: Any, **config: Any) -> Any:
         return modules[name]
 
     model = SimpleNamespace(get_submodule=get_submodule)
-    return rpc.rotary_of_model(
+    return export_setup.rotary_of_model(
         model, SimpleNamespace(**({"rope_parameters": ROPE} | config)), layout
     )
 

@@ -11,7 +11,7 @@ from coppice.wire.columns.support import (
     rows_of,
     support_answer,
 )
-from engine.sampling.support_rows import ALL, encode_mask
+from engine.sampling.support_encoding import ALL, encode_mask
 
 VOCAB = 151_937
 

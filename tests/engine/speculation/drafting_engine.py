@@ -11,7 +11,7 @@ import pytest
 
 from engine.attention import register as attention
 from engine.attention.settings import AttentionSettings
-from engine.runtime.installed_settings import CACHE_ENV
+from engine.runtime.process_environment import CACHE_ENV
 from engine.speculation import settings as process_settings
 from engine.speculation.controller import Controller, Draft
 from engine.speculation.proposer import Proposer

@@ -14,7 +14,7 @@ from engine.attention.settings import AttentionSettings
 from engine.cudagraphs.settings import GraphsSettings
 from engine.drafter.core.draft_length import DraftLengthPolicy
 from engine.errors import StartFailed
-from engine.runtime.installed_settings import CACHE_ENV
+from engine.runtime.process_environment import CACHE_ENV
 from engine.settings import EngineSettings
 from engine.speculation import baseline, startup
 from engine.speculation import settings as process_settings

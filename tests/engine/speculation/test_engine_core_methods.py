@@ -8,7 +8,7 @@ import pytest
 
 from engine.attention import register
 from engine.attention.settings import AttentionSettings
-from engine.runtime.installed_settings import CACHE_ENV
+from engine.runtime.process_environment import CACHE_ENV
 from engine.speculation import settings as process_settings
 from engine.speculation.baseline import profile_cache
 from engine.speculation.core import engine_core_methods as methods

@@ -13,9 +13,11 @@ from coppice.wire.rollouts import PromptSpan
 from engine.types.kv import ExportSlot, KvFormat
 from service.kv.arena import Extent
 from service.kv.spans.index import SpanEntry, SpanKey
-from service.kv.spans.observation_selection import (
+from service.kv.spans.observations import Observation, PromptContext
+from service.kv.spans.prediction import load_pieces
+from service.kv.spans.prediction_sources import (
     MAX_OBSERVATIONS_PER_SECTION,
-    ObservationSelection,
+    PredictionSources,
     are_shareable,
     distance,
     entropy,
@@ -24,8 +26,6 @@ from service.kv.spans.observation_selection import (
     select_observations,
     similarity_weights,
 )
-from service.kv.spans.observations import Observation, PromptContext
-from service.kv.spans.prediction import load_pieces
 from service.kv.spans.prompt_template import joined, template_of
 from tests.service.kv_reuse.observation_pool import SCOPE, prompt_of
 
@@ -56,7 +56,7 @@ def chosen(
     observations: list[Observation],
     far: list[float],
     max_entropy: float = 0.3,
-) -> ObservationSelection | None:
+) -> PredictionSources | None:
     """The selection of observations. `far` are the observations' distances, for every span."""
     template = template_of(parts)
     found = find_candidates(template, observations)

@@ -5,13 +5,13 @@ from pathlib import Path
 
 from coppice.wire.rollouts import PromptSpan
 from engine.types.kv import ExportStatus
-from service.kv.spans.observation_selection import DistanceCache
 from service.kv.spans.observations import (
     EVICTION_WINDOW,
     MAX_OBSERVATIONS_PER_CONTEXT,
     Observation,
     least_used_of_oldest,
 )
+from service.kv.spans.prediction_sources import DistanceCache
 from service.kv.spans.prompt_template import Scope
 from tests.service.kv_reuse.observation_pool import SCOPE, a_pool, prompt_of, template
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from coppice.client import AsyncRollouts
 from coppice.errors import CoppiceError, Incomplete, Unsupported
-from coppice.integrations.label_generator import step_of
+from coppice.integrations.weights_version_labels import step_of
 from coppice.operations.rollouts import AsyncPending
 from coppice.results import Group, Sample
 from coppice.rollout_options import RolloutOptions

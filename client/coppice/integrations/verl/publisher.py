@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from coppice.client import AsyncRollouts
-from coppice.integrations.label_generator import LabelGenerator
+from coppice.integrations.weights_version_labels import LabelGenerator
 
 MERGE_ADAPTER = (
     "adapters are not sent separately: set actor_rollout_ref.model.lora.merge=True, which sends the"

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coppice.wire.columns.kv_versions import KvVersionSpan, cut_kv_versions, joined_kv_versions
+from coppice.wire.columns.kv_version_spans import KvVersionSpan, cut_kv_versions, joined_kv_versions
 from coppice.wire.columns.logprobs import TokenLogprobs
 from coppice.wire.columns.routed_experts import RoutedExperts
 from coppice.wire.columns.support import ALL, Support, rows_of, split_rows, support_answer

@@ -22,7 +22,7 @@ from coppice.wire.columns.kinds import (
     Tensors,
     Values,
 )
-from coppice.wire.columns.kv_versions import GivenKvSpan, KvVersions, KvVersionSpan
+from coppice.wire.columns.kv_version_spans import GivenKvSpan, KvVersions, KvVersionSpan
 from coppice.wire.columns.logprobs import Logprobs, OptionalLogprobs, TokenLogprobs
 from coppice.wire.columns.routed_experts import RoutedExperts
 from coppice.wire.columns.support import GivenSupport, Support, SupportAnswer

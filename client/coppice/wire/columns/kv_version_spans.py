@@ -1,4 +1,4 @@
-"""Wire types of KV that is kept across weights updates, and of the versions that computed KV."""
+"""Wire types of the option to keep KV across weights updates, and of spans of KV by version."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby

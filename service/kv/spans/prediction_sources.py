@@ -1,4 +1,4 @@
-"""Select the observations from which a prompt's KV is predicted, if any qualify.
+"""Selection of earlier prompts (observations) from whose KV that of a new prompt is predicted.
 
 A prompt is divided into sections (see PromptTemplate). If an observation has the same text up to
 and including a section, the section's KV is taken from it, because it equals the prompt's own. Any
@@ -52,7 +52,7 @@ class SectionCandidates:
 
 
 @dataclass(slots=True, kw_only=True)
-class ObservationSelection:
+class PredictionSources:
     """Observations selected for each section of a prompt, with their weights.
 
     `weights` has one entry per section, empty for exact matches. `exact_tokens` is the length of
@@ -111,9 +111,9 @@ def select_observations(
     found: Sequence[SectionCandidates],
     distances: DistanceMap,
     max_entropy: float,
-) -> ObservationSelection | None:
+) -> PredictionSources | None:
     """Choose and weight observations per section; None if one cannot be predicted."""
-    selection = ObservationSelection(exact_tokens=_exact_tokens(template, found))
+    selection = PredictionSources(exact_tokens=_exact_tokens(template, found))
     for section, candidates in zip(template.sections, found, strict=False):
         if candidates.exact_match is not None:
             selection.weights.append({})

@@ -1,4 +1,4 @@
-"""Loads KV into a GPU's cache blocks. See cache_blocks for the interface.
+"""Loader of KV from host memory into a GPU's cache blocks, by one kernel for all layers.
 
 One kernel writes the blocks of all layers. It reads host memory over the bus, so that no GPU memory
 is needed: the arena itself where the driver has registered it, else pinned buffers to which the
@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from vllm.utils.torch_utils import get_accelerator_view_from_cpu_tensor
 
-from engine.kv_transfer.worker.cuda_blocks import rows_by_group
+from engine.kv_transfer.worker.cuda_block_exporter import rows_by_group
 from kernels.kv_gather_cuda import LayerCaches, Part
 from kernels.kv_scatter_cuda import Rotation, scatter_part
 from kernels.rope_shift import RotaryParams
@@ -66,7 +66,7 @@ class PinnedRing:
         )
 
 
-class CudaBlockWriter:
+class CudaBlockLoader:
     """Writes into the KV cache of a GPU, on the current stream."""
 
     def __init__(self, caches: Sequence[torch.Tensor], rotary: RotaryParams | None) -> None:

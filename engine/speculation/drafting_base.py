@@ -1,4 +1,4 @@
-"""Draft store, controller and counters of one engine, without vLLM's model runner or scheduler.
+"""Base class of drafting: connects draft store, controller and counters to either model runner.
 
 `Speculator` connects it to Model Runner V1 in a worker, `SchedulerDrafts` to the scheduler of an
 engine with Model Runner V2.

@@ -1,4 +1,4 @@
-"""State of an engine that every part of the protocol may read."""
+"""Base protocol of an engine: its fixed properties (`info`) and its health, readable any time."""
 
 from typing import Protocol
 

@@ -1,4 +1,4 @@
-"""Worker methods, called by the service, that prepare and flush prompt KV exports.
+"""Preparation and flush of prompt KV exports in a worker, and the check of rotary embeddings.
 
 The rotary embedding of the served model, from its configuration, is checked against vLLM's tables.
 If they differ, or if layers have different embeddings, keys cannot be shifted.

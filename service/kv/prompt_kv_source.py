@@ -1,4 +1,4 @@
-"""Sources of a group's prompt KV: prefilled by the samples themselves, or prepared beforehand."""
+"""Sources of the KV of a group's prompt: a plain prefill here, cached spans in subclasses."""
 
 from collections.abc import Sequence
 from typing import Protocol

@@ -1,4 +1,4 @@
-"""The engine's CUDA graph plan, as its processes read it from the variable that its start sets."""
+"""CUDA graph plan of the engine, read from an environment variable in each of its processes."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Attention contexts, which compute the attention of a Hugging Face model in one forward.
+"""Attention implementations that a Hugging Face model is passed for one forward, as contexts.
 
 A context is passed to the model as a keyword argument. It thus reaches every layer, is captured by
 activation checkpointing, and is the same object when a layer is recomputed, on any thread.

@@ -1,4 +1,4 @@
-"""Generator of labels of weights versions, unique across runs, and the step in a label."""
+"""Labels of weights versions that are unique across runs, and parsing of the step from a label."""
 
 import itertools
 import re

@@ -1,4 +1,4 @@
-"""The engine's settings, as its processes read them from the variables that its start sets."""
+"""Environment variables that a start sets and engine processes read: cache directory, digest."""
 
 import os
 from pathlib import Path
