@@ -48,7 +48,7 @@ from service.http.responses import (
 from service.rollouts.request import NewGroup, NewRollout
 from service.rollouts.rollout import Rollout
 from service.routes.dependencies import ReadyServer
-from service.sessions.call import SessionCall
+from service.sessions.agent_call import SessionCall
 
 ROLLOUT_ERRORS = (*ADMIN_ERRORS, *BODY_ERRORS, *ENGINE_ERRORS)
 

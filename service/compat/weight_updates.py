@@ -25,7 +25,7 @@ from service.errors import (
 )
 from service.http.responses import ADMIN_ERRORS, BODY_ERRORS, JSON, declare_responses
 from service.server import Server
-from service.versions import Version
+from service.weights_versions import Version
 
 UPDATE_RESPONSES = declare_responses(
     {200: JSON},

@@ -21,8 +21,8 @@ from fastapi import FastAPI
 
 from engine.errors import StartFailed
 from service.config.settings import Settings
-from service.http.file_limit import connection_limit
 from service.http.limited_protocol import protocol_with_limits
+from service.http.open_file_limit import connection_limit
 from service.http.shutdown import (
     GracefulShutdown,
     ServerLifecycle,

@@ -9,7 +9,7 @@ from service.kv.handles.downloads import KvDownloads
 from service.kv.handles.manager import PromptKvManager
 from service.kv.spans.manager import KvReuseManager
 from service.observability.kv_metrics import PromptKvMetrics
-from service.versions import Versions
+from service.weights_versions import Versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

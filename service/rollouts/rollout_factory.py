@@ -20,7 +20,7 @@ from service.rollouts.request import NewRollout, Resolved
 from service.rollouts.rollout import Rollout
 from service.rollouts.sampling import check_sampling
 from service.rollouts.tokenizer import Tokenizer
-from service.versions import Versions
+from service.weights_versions import Versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,7 @@ from service.rollouts.manager import RolloutManager
 from service.rollouts.request import NewRollout
 from service.rollouts.tokenizer import Tokenizer
 from service.rollouts.validation import MAX_SAMPLES
-from service.versions import Versions
+from service.weights_versions import Versions
 
 Result = TypeVar("Result", list[float], TopLogprobRows)
 ComputedResult: TypeAlias = Coroutine[Any, Any, tuple[Result, str, str | None]]

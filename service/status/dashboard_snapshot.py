@@ -19,7 +19,7 @@ from service.kv.handles.handle import Handle
 from service.kv.handles.manager import PromptKvManager
 from service.rollouts.groups.group import Group
 from service.rollouts.rollout import Rollout
-from service.rollouts.trees.tree_paths import TreePaths
+from service.rollouts.trees.tree_growth import TreePaths
 from service.server import Server
 from service.status.session_snapshot import session_snapshots
 from service.status.status import status

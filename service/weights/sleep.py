@@ -18,8 +18,8 @@ from service.errors import Asleep, ServiceError
 from service.kv.handles.manager import PromptKvManager
 from service.observability.metrics import ServerMetrics
 from service.rollouts.manager import RolloutManager
-from service.versions import Versions
 from service.weights.pauses import Pause, Pauses
+from service.weights_versions import Versions
 
 WAKE_RETRY_SECONDS: Final = 2.0
 """Time until a wake at the end of a lease is repeated, if another process uses the memory."""

@@ -31,8 +31,8 @@ from service.checkpoint_store import (
 from service.config.settings import WeightsSettings
 from service.errors import BaseUnavailable, VersionConflict, WeightsRefused
 from service.observability.metrics import WeightMetrics
-from service.versions import Version, Versions
 from service.weights.replication.announcer import Announcer
+from service.weights_versions import Version, Versions
 
 ABANDONED_SECONDS = 3600.0
 """Age of the last file of an incomplete version after which the next upload deletes it."""

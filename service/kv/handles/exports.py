@@ -27,7 +27,7 @@ from service.kv.handles.gpu_memory import GpuKv
 from service.kv.handles.handle import Handle, PromptEntry
 from service.kv.handles.index import HandleIndex
 from service.kv.store import KvStore
-from service.versions import Versions
+from service.weights_versions import Versions
 
 POLL_SECONDS = 0.005
 # Upper bound on the share of event-loop time that polling takes, for thousands of exports.

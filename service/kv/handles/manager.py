@@ -33,7 +33,7 @@ from service.kv.handles.handle import Handle
 from service.kv.handles.index import HandleIndex
 from service.kv.handles.nixl_agent import NixlAgentProcess
 from service.kv.store import EntryState, KvStore
-from service.versions import Versions
+from service.weights_versions import Versions
 
 MAINTENANCE_SECONDS = 0.5
 

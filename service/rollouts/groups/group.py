@@ -25,7 +25,7 @@ from service.rollouts.groups.options import GroupOptions, given_tokens
 from service.rollouts.groups.sample_answer import num_valid_tokens
 
 if TYPE_CHECKING:
-    from service.rollouts.trees.tree_paths import TreePaths
+    from service.rollouts.trees.tree_growth import TreePaths
 
 EndReason = Literal["cancelled", "deadline", "surplus", "version_changed", "suspended"]
 OnSampleTokens = Callable[[int, TokenLists], None]

@@ -11,10 +11,10 @@ from coppice.wire.rollouts import GroupAnswer, SegmentFinish
 from engine.protocol.generation import Generation
 from service.rollouts.groups.group import EndReason, Group, OnPart
 from service.rollouts.groups.options import GroupOptions
-from service.rollouts.trees.plan import Plan, split
+from service.rollouts.trees.branching_plan import Plan, split
 from service.rollouts.trees.running_path import Path, entropy_forks, path_bounds
 from service.rollouts.trees.segment import Segment
-from service.rollouts.trees.tree_paths import TreePaths
+from service.rollouts.trees.tree_growth import TreePaths
 
 Fork = tuple[Segment, list[int]]
 """Parent segment of new paths, and the number of leaves of each."""

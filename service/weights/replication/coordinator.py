@@ -24,10 +24,10 @@ from service.cluster.registry import (
 )
 from service.config.settings import WeightsSettings
 from service.errors import VersionConflict
-from service.state_changes import StateChanges
-from service.versions import Versions
+from service.uncancellable_tasks import StateChanges
 from service.weights.activation import Activation
 from service.weights.replication.reconciler import Reconciler
+from service.weights_versions import Versions
 
 POLL_SECONDS = 0.1
 

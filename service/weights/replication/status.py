@@ -3,7 +3,7 @@
 from coppice.wire.weights import ReplicaWeights, VersionsAnswer
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import Replica
-from service.versions import Versions
+from service.weights_versions import Versions
 
 
 class ReplicationStatus:

@@ -12,9 +12,9 @@ from service.rollouts.kept_kv import session_chain
 from service.rollouts.request import NewGroup, NewRollout
 from service.rollouts.rollout import Rollout
 from service.rollouts.trees.segment import Attachment
+from service.sessions.call_recorder import CallRecorder, CallServices, ParseSample
 from service.sessions.history import TextMatch
 from service.sessions.prompts import chat_prompt, continued_text
-from service.sessions.recording import CallRecorder, CallServices, ParseSample
 from service.sessions.sampling import limited, merge_sampling
 from service.sessions.session import RunningCall, Session
 

@@ -20,7 +20,7 @@ from engine.types.kv import ExportSlot
 from engine.types.samples import Completion, SampleRequest
 from service.rollouts.groups.group import Group, OnPart
 from service.rollouts.groups.options import GroupOptions, derive_seed
-from service.rollouts.trees.plan import Plan
+from service.rollouts.trees.branching_plan import Plan
 from service.rollouts.trees.running_path import Budget, Path, PathBounds, path_tokens
 from service.rollouts.trees.segment import Segment
 from service.rollouts.trees.token_tree import TokenTree
