@@ -1,4 +1,4 @@
-"""The command `coppice` and its subcommands."""
+"""The command `coppice`: parser and implementation of its subcommands."""
 
 import functools
 import inspect

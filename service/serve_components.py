@@ -1,4 +1,4 @@
-"""Start of the engine, of its ranks and of the server; the only service module that loads vLLM.
+"""Lazy loader of the engine and the server for the CLI; the only module here that loads vLLM.
 
 Each import is made where it is needed, so that other commands start fast.
 """

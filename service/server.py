@@ -1,4 +1,4 @@
-"""Composition of one server: creates its components, starts and closes them in order."""
+"""Class `Server`: creates all components, and starts and closes them in order."""
 
 import asyncio
 import logging

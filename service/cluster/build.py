@@ -1,4 +1,4 @@
-"""Composition of the cluster: the registry entry of this replica, its membership, and its keys."""
+"""Construction of the cluster components: registry client, membership and idempotency keys."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Weight replication status of this replica, as its entry in the cluster registry."""
+"""Builder of this replica's entry in the cluster registry: URL, state and weights versions."""
 
 import logging
 import time

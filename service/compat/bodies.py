@@ -1,4 +1,4 @@
-"""Base models for the request bodies of clients written for vLLM, SGLang or OpenAI.
+"""Base models of the request bodies of other servers' APIs; unsupported fields are refused.
 
 These clients send more fields than are needed. Fields without effect are accepted, and all other
 fields that a route does not serve are refused (service/compat/unsupported_fields.py).

@@ -1,4 +1,4 @@
-"""Weight updates from a trainer's directory in vLLM's and SGLang's protocols.
+"""Weight updates from a directory in vLLM's and SGLang's protocols, mapped to stage and activate.
 
 The trainer names a directory, and often no version. The protocols consist of a start, updates and a
 finish, or of an update alone. All of these calls are retried after a lost response. A repeated

@@ -1,4 +1,4 @@
-"""Composition of the hand-over of rollouts and sessions between replicas."""
+"""Construction of the components that hand rollouts and sessions over between replicas."""
 
 from dataclasses import dataclass
 

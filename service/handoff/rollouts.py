@@ -1,4 +1,4 @@
-"""Hand-over of rollouts: offers of local ones to other replicas, and arrival of offered ones."""
+"""Rollouts in a hand-over: suspends and offers local ones, restores received ones."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator

@@ -1,4 +1,4 @@
-"""Serving of the app with uvicorn: listening sockets, the operators' port, tuning of the process.
+"""uvicorn servers of the app: listening sockets, the operators' port, tuning of the process.
 
 The first signal drains and stops the server, the second stops it at once. The server listens during
 the drain: new requests get a 503 instead of a refused connection, and waiting requests are still

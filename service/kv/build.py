@@ -1,4 +1,4 @@
-"""Composition of the KV outside of the engine: exported prompt KV, and KV that prompts share."""
+"""Construction of the KV components: export of prompt KV, and KV reuse between prompts."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Composition of rollouts: their admission, their groups, and what they share with scores."""
+"""Construction of the rollout components: admission, tokenizer, scoring and rollout manager."""
 
 from dataclasses import dataclass
 

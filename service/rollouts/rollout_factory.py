@@ -1,4 +1,4 @@
-"""Validation of a rollout request and construction of its rollout, before anything is submitted."""
+"""Construction of a rollout from a request: validation, tokenization and groups."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Teacher-forced logprobs of given responses, each computed on one weights version.
+"""Scoring: teacher-forced logprobs of given responses, each on a single weights version.
 
 vLLM may prefill a long prompt in chunks, and an activation between two chunks would mix versions
 undetected. A computation that spans an activation is therefore repeated.

@@ -1,4 +1,4 @@
-"""Validation of rollout requests across fields, and the number of samples that they need."""
+"""Validation of a rollout request across fields: sampling, KV reuse, continued samples."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""One call of an agent: rendering of its prompt, and its rollout with the session's parameters."""
+"""One call of an agent in a session: renders its prompt and starts its rollout."""
 
 from collections.abc import Sequence
 from functools import partial

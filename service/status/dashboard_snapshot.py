@@ -1,4 +1,4 @@
-"""Snapshots of the server's activity for the live page at /ui.
+"""Snapshot of the server's activity for the live page at /ui.
 
 A snapshot never holds prompts, tokens, text or KV handles. Its size and the work to make it are
 bounded, whatever the server runs: the MAX_ constants are the bounds.

@@ -1,4 +1,4 @@
-"""Activation of a staged weights version while samples are running, as a state machine.
+"""Activation of a staged weights version while samples run, as a state machine.
 
 One activation runs at a time. The gate that admits rollouts is closed from before the engine is
 paused until the new version is active, so no rollout is admitted under one version and started

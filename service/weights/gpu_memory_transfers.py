@@ -1,4 +1,4 @@
-"""Activation of weights that a trainer on the same host hands over in GPU memory.
+"""Activation of weights that a trainer on the same host passes in GPU memory by CUDA IPC.
 
 The engine opens the tensors while the publisher waits for the answer: later it may change them. So
 such a version is staged and activated by one call.

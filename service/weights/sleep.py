@@ -1,4 +1,4 @@
-"""Sleep of the engine, which releases the memory of its weights, of its KV cache, or of both.
+"""Sleep of the engine: releases the memory of weights, KV cache or both until it wakes.
 
 A sleep is a pause that has released memory. It ends with a wake, or at the end of its lease.
 """

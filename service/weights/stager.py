@@ -1,4 +1,4 @@
-"""Staging of weights: from uploaded bytes or a path to a version that can be activated.
+"""Staging of weights: uploaded files or a path become a version checked by the engine.
 
 A version becomes staged only after the engine has checked it against the model, so activation does
 not fail on invalid files. Refused weights are deleted.

@@ -1,4 +1,4 @@
-"""Request body of OpenAI's Responses API, and the chat request in it."""
+"""Request body of OpenAI's Responses API, and its conversion to a chat request."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal

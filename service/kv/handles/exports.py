@@ -1,4 +1,4 @@
-"""Export of a prompt's KV: reserve an entry, wait until the engine has written it, grant handles.
+"""Export of a prompt's KV: reserves memory, waits for the engine's write, creates handles.
 
 An entry is reserved before the group's samples are submitted to the engine. The first group with a
 prompt writes the entry; groups with the same prompt that arrive meanwhile share it. A thread

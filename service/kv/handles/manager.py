@@ -1,4 +1,4 @@
-"""Facade of prompt KV for the rest of the service: exports, handles and their accounting.
+"""Facade of prompt-KV export for the rest of the service: exports, handles and accounting.
 
 Prompt KV is disabled, with a `KvReason`, until the engine has started and reports that it can
 export, and if there is no shared memory. If a consistency check fails it is disabled until the next

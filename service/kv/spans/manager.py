@@ -1,4 +1,4 @@
-"""KV reuse for prompts given as spans: splicing of cached spans, or prediction."""
+"""KV reuse between prompts given as spans: chooses splicing, prediction or neither."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Construction of the groups (one per prompt) of a rollout request."""
+"""Construction of the groups of a rollout request, one per prompt."""
 
 import functools
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Execution of a group, i.e. one prompt and its n samples, from submission to the answer.
+"""Execution of a group (one prompt and its n samples), from submission to the answer.
 
 Every submitted group ends exactly once, and none of its samples outlives it in the engine: `run`
 aborts the remaining samples on every exit. `run` awaits the submission, the samples and that abort;

@@ -1,4 +1,4 @@
-"""Rollout trees that callers grow by branch requests, as in search with process reward models.
+"""Rollout trees branched by the caller step by step, e.g. with a process reward model.
 
 Every branch and every drop renews a tree's lease, which does not expire while a path is running. A
 tree ends as it is when the lease expires or its rollout is ended.

@@ -1,4 +1,4 @@
-"""Running paths of a rollout tree, each of which is one engine request, and their token budget."""
+"""Running path (branch) of a rollout tree, its bounds, and the tree's token budget."""
 
 from dataclasses import dataclass, replace
 

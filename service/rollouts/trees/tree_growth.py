@@ -1,4 +1,4 @@
-"""Paths of a rollout tree, which are sampled and become its segments.
+"""Growth of a rollout tree: runs each path as an engine request and adds it as a segment.
 
 Every path is one engine request whose prompt is the group's prompt plus the segments above it. A
 fork prefills only the part of this that is not cached, which is one token.

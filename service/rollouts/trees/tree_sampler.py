@@ -1,4 +1,4 @@
-"""Sampler whose samples form a tree: paths are sampled, cut and forked.
+"""Sampler of a group whose samples form a tree, forked as its branching plan says.
 
 In the modes that cut by position, paths stop at the cut. In mode entropy, paths run to their end
 and are cut afterwards at their most uncertain tokens.

@@ -1,4 +1,4 @@
-"""Publication of this replica's weights versions in the cluster registry, and their withdrawal."""
+"""Publication and withdrawal of this replica's weights versions in the cluster registry."""
 
 import asyncio
 from contextlib import suppress

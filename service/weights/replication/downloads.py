@@ -1,4 +1,4 @@
-"""Downloads of weights versions from shared directories, or from replicas that hold their files.
+"""Downloads of weights versions from other replicas or shared directories.
 
 Files are handled as uploads: streamed to disk, hashed, compared with the manifest's digest and
 checked against the model. The version is then staged, or its files are deleted. The source

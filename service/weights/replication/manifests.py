@@ -1,4 +1,4 @@
-"""Manifests of weights versions in the cluster registry, and comparison with local versions."""
+"""Manifests (file lists with digests) of published weights versions: creation and comparison."""
 
 import asyncio
 import base64
