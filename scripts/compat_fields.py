@@ -15,17 +15,17 @@ sys.path.insert(0, str(ROOT))
 
 from service.compat import unsupported_routes  # noqa: E402
 from service.compat.anthropic.bodies import MessagesBody  # noqa: E402
-from service.compat.field_table import (  # noqa: E402
+from service.compat.openai.chat import ChatBody  # noqa: E402
+from service.compat.openai.completions import CompletionBody  # noqa: E402
+from service.compat.responses.bodies import ResponsesBody  # noqa: E402
+from service.compat.sglang.generate import SglangBody, SglangSampling  # noqa: E402
+from service.compat.unsupported_fields import (  # noqa: E402
     NEUTRAL,
     REFUSED,
     RESPONSES_REFUSED,
     UNKNOWN,
     Refused,
 )
-from service.compat.openai.chat import ChatBody  # noqa: E402
-from service.compat.openai.completions import CompletionBody  # noqa: E402
-from service.compat.responses.bodies import ResponsesBody  # noqa: E402
-from service.compat.sglang.generate import SglangBody, SglangSampling  # noqa: E402
 from service.compat.vllm.tokens import GenerateBody, GenerateSampling  # noqa: E402
 
 FILE = ROOT / "docs" / "migrate" / "refused.md"

@@ -1,4 +1,4 @@
-"""HTTP service of Coppice, which serves rollouts to RL trainers."""
+"""HTTP server of Coppice: generates rollouts for RL trainers, on top of the vLLM engine."""
 
 from importlib.metadata import version
 

@@ -1,4 +1,4 @@
-"""The FastAPI application: routes, error handlers and middleware around one `Server`."""
+"""Construction of the FastAPI application: routes, error handlers and middleware."""
 
 import logging
 from collections.abc import AsyncIterator, Sequence

@@ -1,4 +1,4 @@
-"""Checkpoint files on disk: uploads, and directories that the operator allows.
+"""Store of weights files on disk: uploaded ones, and those in allowed directories.
 
 An upload is written to a hidden temporary file and renamed when it is complete, so that a version's
 directory never contains a partial file. Only files below the store's own directory are deleted.

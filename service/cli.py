@@ -1,4 +1,4 @@
-"""The command `coppice` and its subcommands."""
+"""The command `coppice`: parser and implementation of its subcommands."""
 
 import functools
 import inspect
@@ -172,7 +172,7 @@ def _measure(settings: Settings, components: ServeComponents) -> None:
 
 
 def _load_and_run(settings: Settings, components: ServeComponents) -> None:
-    from service.http.file_limit import raise_file_limit
+    from service.http.open_file_limit import raise_file_limit
     from service.http.serve import open_listener
 
     raise_file_limit()  # before the engine's processes start and inherit the limit

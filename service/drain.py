@@ -1,4 +1,4 @@
-"""Drain of a server: its work goes on elsewhere, or ends here, before the server stops."""
+"""Drain before shutdown: hands work over to other replicas, or waits until it has ended."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""Exceptions that become RFC 9457 problem documents; one class per entry of `PROBLEMS`."""
+"""Exception classes of the service, each converted to one type of RFC 9457 problem document."""
 
 from collections.abc import Mapping
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""Threads for the work of requests, in which API keys and their agent sessions take turns."""
+"""Thread for CPU-bound work of requests; API keys and agent sessions take turns."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Ids of request, rollout, group and API key in context variables, for log records."""
+"""Context variables with the ids of request, rollout, group and API key, for log records."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

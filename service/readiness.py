@@ -1,4 +1,4 @@
-"""Lifecycle state of the server, and its checks for health probes and routes."""
+"""Lifecycle state of the server, and the checks of it by health probes and routes."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""Start of the engine, of its ranks and of the server; the only service module that loads vLLM.
+"""Lazy loader of the engine and the server for the CLI; the only module here that loads vLLM.
 
 Each import is made where it is needed, so that other commands start fast.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from service.http.shutdown import ServerLifecycle
-    from service.node import Node
+    from service.secondary_node import Node
 
 ServerRunner = Callable[["FastAPI", "ServerLifecycle", Settings, socket.socket], None]
 
@@ -82,7 +82,7 @@ def with_prompt_kv(settings: Settings) -> EngineSettings:
 
 
 def run_node(node: "Node", settings: Settings, listener: socket.socket) -> None:
-    from service.node import run_node
+    from service.secondary_node import run_node
 
     run_node(node, settings, listener)
 

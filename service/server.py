@@ -1,4 +1,4 @@
-"""Composition of one server: creates its components, starts and closes them in order."""
+"""Class `Server`: creates all components, and starts and closes them in order."""
 
 import asyncio
 import logging
@@ -24,9 +24,9 @@ from service.observability.metrics import watch_loop_lag
 from service.readiness import Readiness
 from service.rollouts.build import build_rollouts
 from service.sessions.build import build_sessions
-from service.state_changes import StateChanges
-from service.versions import Version, Versions, first_version
+from service.uncancellable_tasks import StateChanges
 from service.weights.build import build_weights
+from service.weights_versions import Version, Versions, first_version
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from engine.protocol import Engine
 from service.app import create_app
 from service.cluster.registry import ClusterRegistry
 from service.config.settings import Settings
-from service.http.file_limit import connection_limit
 from service.http.limited_protocol import protocol_with_limits
+from service.http.open_file_limit import connection_limit
 from service.http.serve import SignalFreeServer
 from service.server import Server
 from tests.contract.recorded import Recorded

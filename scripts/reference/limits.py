@@ -72,7 +72,7 @@ LIMITS = (
         "connections per port, and at most half of the process's open files",
         "limits.max_connections",
         "an idle connection is closed; if none is idle, overloaded, except for probes",
-        f"{HTTP}/file_limit.py",
+        f"{HTTP}/open_file_limit.py",
         "tests/service/test_connections.py::"
         "test_past_the_limit_probes_are_answered_and_others_refused",
     ),

@@ -1,4 +1,4 @@
-"""Access control of routes by API key and role; routes that declare no access are refused.
+"""Access control of routes by API key and role; a route without a declaration is refused.
 
 A decorator declares the access on the endpoint itself, and a dependency of the whole app enforces
 it. Paths are never inspected: vLLM did, and a crafted Host header bypassed its check

@@ -1,4 +1,4 @@
-"""Audit log of all calls, allowed or refused, to routes that require the role admin.
+"""Audit log of all calls of admin routes, allowed or refused.
 
 A record holds the key's name, the client's address, the route and the status. Records go to the
 logger coppice.audit at every log level.

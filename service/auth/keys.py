@@ -1,4 +1,4 @@
-"""API keys and their roles, from a keys file that is reloaded when it changes.
+"""API keys and their roles, read from a file and reloaded when it changes.
 
 The file holds only hashes. A key has 256 random bits, so a plain SHA-256 cannot be inverted by
 guessing. A slow hash protects passwords that people choose; here it would only let unauthenticated

@@ -1,9 +1,9 @@
-"""Composition of the cluster: the registry entry of this replica, its membership, and its keys."""
+"""Construction of the cluster components: registry client, membership and idempotency keys."""
 
 from dataclasses import dataclass
 
 from service.cluster.idempotency_keys import IdempotencyKeys
-from service.cluster.in_memory import InMemoryRegistry
+from service.cluster.in_memory_registry import InMemoryRegistry
 from service.cluster.membership import ClusterMembership
 from service.cluster.redis_registry import RedisRegistry
 from service.cluster.registry import ClusterRegistry, new_replica_id
@@ -12,7 +12,7 @@ from service.config.cluster import ClusterSettings
 from service.config.settings import Settings
 from service.observability.metrics import ClusterMetrics
 from service.readiness import Readiness
-from service.versions import Versions
+from service.weights_versions import Versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Claims of idempotency keys by requests, and their names in the cluster registry."""
+"""Value type of one request's claim of an idempotency key, and its key in the cluster registry."""
 
 import re
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Idempotency keys: a retried request finds the resource that the first attempt has created.
+"""Table of idempotency keys: a retried request gets the rollout of its first attempt.
 
 Follows draft-ietf-httpapi-idempotency-key-header. A key is scoped to its owner, an API key. It is
 claimed before a request is processed, here and in the cluster registry, and bound once its rollout

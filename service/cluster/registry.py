@@ -1,4 +1,4 @@
-"""Interface of the cluster registry, which holds the state that replicas share.
+"""Interface and records of the cluster registry: replicas, weights versions, idempotency keys.
 
 It stores the replicas and what each serves, the published weights versions, the activation target,
 and the holders of idempotency keys. Rollouts, handles and checkpoints belong to their replicas.

@@ -1,4 +1,4 @@
-"""Weight replication status of this replica, as its entry in the cluster registry."""
+"""Builder of this replica's entry in the cluster registry: URL, state and weights versions."""
 
 import logging
 import time
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from service.cluster.registry import ActivationTarget, Replica
 from service.readiness import Readiness
-from service.versions import Versions
+from service.weights_versions import Versions
 
 RETRY_SECONDS = 10.0
 

@@ -1,4 +1,4 @@
-"""Routes of agents below /sessions/{session_id}, with the handlers of other servers' APIs.
+"""Routes /sessions/{id}/...: the OpenAI and Anthropic APIs, for the calls of agents in a session.
 
 A handler gets the session from its `CompatRequest`. An agent's client is given this path as the
 base URL, and the session's key as the API key.

@@ -1,4 +1,4 @@
-"""Fields in the answers of several protocols: finish reason, supports, versions, token counts."""
+"""Helpers for fields in answers of several APIs: model, finish reason, versions, token counts."""
 
 import time
 from typing import Any

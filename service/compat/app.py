@@ -1,4 +1,4 @@
-"""FastAPI app for the APIs of other servers; serves paths without a native route."""
+"""FastAPI app with the routes of other servers' APIs; serves all paths without a native route."""
 
 from collections.abc import Iterator, Sequence
 from functools import cache

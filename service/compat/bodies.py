@@ -1,7 +1,7 @@
-"""Base models for the request bodies of clients written for vLLM, SGLang or OpenAI.
+"""Base models of the request bodies of other servers' APIs; unsupported fields are refused.
 
 These clients send more fields than are needed. Fields without effect are accepted, and all other
-fields that a route does not serve are refused (service/compat/field_table.py).
+fields that a route does not serve are refused (service/compat/unsupported_fields.py).
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,7 +14,7 @@ from coppice.wire.base import MAX_TOKENS, TokenIds
 from coppice.wire.rollouts import MAX_GROUPS
 from engine.types.chat import TruncationSide
 from engine.types.info import EngineInfo
-from service.compat.field_table import INTERNAL_FIELDS, REFUSED, Refused, check_field
+from service.compat.unsupported_fields import INTERNAL_FIELDS, REFUSED, Refused, check_field
 from service.errors import InvalidRequest
 from service.observability.metrics import Metrics
 from service.server import Server
@@ -44,11 +44,11 @@ class CompatModel(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
 
     refused: ClassVar[Mapping[str, Refused]] = {}
-    """Fields that this body refuses, unlike others (see field_table)."""
+    """Fields that this body refuses, unlike others (see unsupported_fields)."""
 
 
 class SamplingBody(CompatModel):
-    """Request body, or a part of it, whose unknown fields are refused (see field_table)."""
+    """Request body, or a part of it, whose unknown fields are refused (see unsupported_fields)."""
 
 
 class PromptTruncation(CompatModel):

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's format, the default of all routes of other servers' APIs."""
+"""Conversion of errors to OpenAI's format, the default of the other servers' APIs."""
 
 import json
 from collections.abc import Callable, Coroutine

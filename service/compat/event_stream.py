@@ -1,4 +1,4 @@
-"""Responses of server-sent events, with keep-alives, errors and OpenAI's chunks."""
+"""Server-sent event responses of the other servers' APIs, with keep-alives and errors."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence

@@ -1,4 +1,4 @@
-"""Routes about the served model: the model list, server information and LoRA adapters.
+"""Routes of the other servers' APIs for the model list, server information and LoRA adapters.
 
 Clients of several servers share them. Those that load an adapter send no version, so different
 content under a known name becomes its next version. Content that the name already has is treated as

@@ -1,4 +1,4 @@
-"""Execution of requests in the formats of vLLM, SGLang and OpenAI as native rollouts.
+"""Execution of a request of another server's API as a native rollout.
 
 A route module defines only its wire format. `CompatRequest` does the rest: it reads the body,
 converts prompts to token ids, starts the rollout and waits for its samples. The prompt token ids in
@@ -48,7 +48,7 @@ from service.http.responses import (
 from service.rollouts.request import NewGroup, NewRollout
 from service.rollouts.rollout import Rollout
 from service.routes.dependencies import ReadyServer
-from service.sessions.call import SessionCall
+from service.sessions.agent_call import SessionCall
 
 ROLLOUT_ERRORS = (*ADMIN_ERRORS, *BODY_ERRORS, *ENGINE_ERRORS)
 

@@ -1,4 +1,4 @@
-"""Parts of the samples of a streamed response, and the text of each part.
+"""Stream of new tokens of a request's samples, with their text; shared by all streaming APIs.
 
 The parts of a sample are its tokens as they are sampled. Their concatenated texts are the text of
 the answer without a stream.

@@ -1,4 +1,4 @@
-"""Sampling parameters of requests for vLLM, SGLang and OpenAI, and their native equivalents.
+"""Sampling fields of other servers' request bodies, and their conversion to native parameters.
 
 All spellings are served on all routes: no name has two meanings. Bounds are those of the native
 parameters.

@@ -1,4 +1,4 @@
-"""Unsupported routes of vLLM, SGLang and OpenAI; the error names the alternative."""
+"""Routes of other servers' APIs that are refused with an error that names the alternative."""
 
 from collections.abc import Awaitable, Callable
 

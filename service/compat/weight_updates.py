@@ -1,4 +1,4 @@
-"""Weight updates from a trainer's directory in vLLM's and SGLang's protocols.
+"""Weight updates from a directory in vLLM's and SGLang's protocols, mapped to stage and activate.
 
 The trainer names a directory, and often no version. The protocols consist of a start, updates and a
 finish, or of an update alone. All of these calls are retried after a lost response. A repeated
@@ -25,7 +25,7 @@ from service.errors import (
 )
 from service.http.responses import ADMIN_ERRORS, BODY_ERRORS, JSON, declare_responses
 from service.server import Server
-from service.versions import Version
+from service.weights_versions import Version
 
 UPDATE_RESPONSES = declare_responses(
     {200: JSON},

@@ -1,4 +1,4 @@
-"""Allow-list of peer addresses for weight downloads, and the API key for them.
+"""Allow-list of the addresses from which weights may be downloaded, and the API key for them.
 
 Replicas publish their URLs in the cluster registry, and anyone with write access to the registry
 can forge them. To protect the API key and to prevent request forgery, only addresses that the

@@ -1,4 +1,4 @@
-"""Settings of the cluster registry: Redis address and credentials, heartbeats, timeouts."""
+"""Settings section `cluster`: Redis address and credentials, heartbeats, timeouts."""
 
 from pathlib import Path
 from typing import Self

@@ -1,4 +1,4 @@
-"""Settings section `limits`: sizes of requests, connections, running work and leases."""
+"""Settings section `limits`: maximum sizes of requests, connections, running work and leases."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""Settings section `kv`: exported prompt KV, and the cache of the KV of prompt spans."""
+"""Settings section `kv`: export of prompt KV, and the cache of KV shared between prompts."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Settings of agent sessions: limits per session, per API key and in total."""
+"""Settings section `sessions`: limits per agent session, per API key and in total."""
 
 from pydantic import Field
 

@@ -1,4 +1,4 @@
-"""All settings of the server: validated once at the start, immutable, secrets masked in logs.
+"""Root model of all settings of the server, and its sections without a module of their own.
 
 service/config/sources.py loads them. No other part of the server reads the environment.
 """

@@ -1,4 +1,4 @@
-"""Loading of settings from flags, COPPICE_<SECTION>__<FIELD> variables and a YAML file.
+"""Loader of the settings: flags, environment variables and a YAML file, in this precedence.
 
 Flags take precedence over variables, variables over the file, the file over defaults.
 """

@@ -1,4 +1,4 @@
-"""Composition of the hand-over of rollouts and sessions between replicas."""
+"""Construction of the components that hand rollouts and sessions over between replicas."""
 
 from dataclasses import dataclass
 
@@ -13,8 +13,8 @@ from service.handoff.sessions import OpenSessions, SessionHandoff
 from service.observability.metrics import Metrics
 from service.rollouts.build import Rollouts
 from service.sessions.manager import SessionManager
-from service.versions import Versions
 from service.weights.build import Weights
+from service.weights_versions import Versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Receiving side of a hand-over: rollouts and sessions of another replica continue here."""
+"""Receiver of a hand-over: continues the rollouts and sessions of a draining replica."""
 
 import time
 from collections import OrderedDict

@@ -1,4 +1,4 @@
-"""State of a rollout: all that is needed to go on with it, here or on another replica."""
+"""Serialization of a suspended rollout to its wire state, and validated restoring of it."""
 
 import re
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""Hand-over of rollouts: offers of local ones to other replicas, and arrival of offered ones."""
+"""Rollouts in a hand-over: suspends and offers local ones, restores received ones."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -39,8 +39,8 @@ from service.rollouts.groups.suspended_group import can_move
 from service.rollouts.request import NewRollout, Resolved
 from service.rollouts.rollout import Rollout
 from service.rollouts.sampling import check_sampling
-from service.versions import Versions
 from service.weights.activation import Activation
+from service.weights_versions import Versions
 
 NOTHING_LEFT = Resolved(None, None)
 

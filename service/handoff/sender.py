@@ -1,4 +1,4 @@
-"""Sending side of a hand-over: a draining replica offers its work to other replicas."""
+"""Sender of a hand-over: a draining replica offers its rollouts and sessions to others."""
 
 import asyncio
 import logging

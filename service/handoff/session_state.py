@@ -1,4 +1,4 @@
-"""State of agent sessions and their group: all that is needed to go on with them."""
+"""Serialization of agent sessions and their group to their wire state, and restoring of it."""
 
 from collections.abc import Iterator, Sequence
 

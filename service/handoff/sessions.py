@@ -1,4 +1,4 @@
-"""Hand-over of sessions: offers of local ones to other replicas, and arrival of offered ones."""
+"""Agent sessions in a hand-over: offers local ones, restores received ones."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""Composition of what the routes share: the threads of requests, and the reader of bodies."""
+"""Construction of the objects that all routes share: request threads and body reader."""
 
 from dataclasses import dataclass
 

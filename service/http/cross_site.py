@@ -1,4 +1,4 @@
-"""Protection against requests that a malicious web page makes a browser send.
+"""Protection against requests forged by malicious web pages (DNS rebinding, CSRF).
 
 A browser can reach every server that its user can reach. Two attacks need no API key:
 

@@ -1,4 +1,4 @@
-"""Exception handlers, which answer with a problem document, and handling of disconnects."""
+"""Exception handlers that return problem documents, and cancellation when a client disconnects."""
 
 import asyncio
 import logging

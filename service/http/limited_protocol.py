@@ -1,4 +1,4 @@
-"""uvicorn's HTTP protocol with the limits of a connection that attacks need and uvicorn lacks.
+"""Subclass of uvicorn's HTTP protocol with limits on header sizes, timeouts and pipelining.
 
 uvicorn limits neither the size of heads, trailers and chunk extensions nor the time to send a head
 or the rest of a body, or to read a response. It takes trailer fields for headers, parses the body

@@ -1,4 +1,4 @@
-"""Request parameters: URL path and query, and the `Accept` and `Prefer` headers."""
+"""Parsers of query parameters and of the headers `Accept` and `Prefer`."""
 
 import re
 from enum import StrEnum

@@ -1,4 +1,4 @@
-"""Response declarations of routes, and JSON responses.
+"""JSON responses, small or large, and declarations of a route's possible responses.
 
 The declarations list status codes, media types and errors. Their only use is a test that compares
 them with openapi.yaml in both directions.

@@ -1,4 +1,4 @@
-"""Serving of the app with uvicorn: listening sockets, the operators' port, tuning of the process.
+"""uvicorn servers of the app: listening sockets, the operators' port, tuning of the process.
 
 The first signal drains and stops the server, the second stops it at once. The server listens during
 the drain: new requests get a 503 instead of a refused connection, and waiting requests are still
@@ -21,8 +21,8 @@ from fastapi import FastAPI
 
 from engine.errors import StartFailed
 from service.config.settings import Settings
-from service.http.file_limit import connection_limit
 from service.http.limited_protocol import protocol_with_limits
+from service.http.open_file_limit import connection_limit
 from service.http.shutdown import (
     GracefulShutdown,
     ServerLifecycle,

@@ -1,4 +1,4 @@
-"""Shutdown of the server: signals, the drain, and a deadline for the exit of the process."""
+"""Graceful shutdown: signal handlers, drain, and a deadline for the exit of the process."""
 
 import asyncio
 import logging

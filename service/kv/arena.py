@@ -1,4 +1,4 @@
-"""Shared-memory arena for KV (one file), and the allocator of its pages.
+"""Shared-memory file for KV outside of the engine, and the allocator of its pages.
 
 The engine's workers write to the arena. This process reads it, and a trainer of the same user on
 the same host may map it as well; the file's name is random. The file is sparse, so that memory is

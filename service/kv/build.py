@@ -1,4 +1,4 @@
-"""Composition of the KV outside of the engine: exported prompt KV, and KV that prompts share."""
+"""Construction of the KV components: export of prompt KV, and KV reuse between prompts."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from service.kv.handles.downloads import KvDownloads
 from service.kv.handles.manager import PromptKvManager
 from service.kv.spans.manager import KvReuseManager
 from service.observability.kv_metrics import PromptKvMetrics
-from service.versions import Versions
+from service.weights_versions import Versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

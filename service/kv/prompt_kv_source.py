@@ -1,4 +1,4 @@
-"""Sources of the KV of a group's prompt: a plain prefill here, cached spans in subclasses."""
+"""Base class of sources of a prompt's KV: ordinary prefill, or KV reuse in subclasses."""
 
 from collections.abc import Sequence
 from typing import Protocol

@@ -1,4 +1,4 @@
-"""Store of KV outside of the engine: an arena in shared memory, divided into entries.
+"""Store of KV outside of the engine: states, pins and eviction of entries in shared memory.
 
     reserved       the engine may write the entry; nobody reads it
     committed      every rank has written it; it does not change any more

@@ -1,4 +1,4 @@
-"""Composition of the observability of one server: its metrics and its traces."""
+"""Construction of the server's metrics and tracing."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

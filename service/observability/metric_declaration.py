@@ -1,4 +1,4 @@
-"""Metric tables: classes whose attributes declare Prometheus metrics with the prefix coppice_.
+"""Base class of metric tables: attributes declare Prometheus metrics and their labels.
 
 A label is declared with its values. A metric with labels is exported as zero for each combination
 of these values, so that `rate` is defined for rare events too. A label that is declared without

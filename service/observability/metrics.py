@@ -1,4 +1,4 @@
-"""Prometheus metrics of the service, one table per subsystem.
+"""Prometheus metrics of HTTP, rollouts, weights and cluster, and the object with all tables.
 
 vLLM's metrics are in the default registry. docs/reference/metrics.md lists all metrics; dashboards
 and alert rules use only metrics of that list.

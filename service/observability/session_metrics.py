@@ -1,4 +1,4 @@
-"""Prometheus metrics of agent sessions: open ones, moves, turns and tokens."""
+"""Prometheus metrics of agent sessions: open, ended and dropped sessions, turns and tokens."""
 
 from typing import get_args
 

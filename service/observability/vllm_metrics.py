@@ -1,4 +1,4 @@
-"""vLLM's metrics as the service exports them: unchanged, except for the names of LoRA adapters."""
+"""Collector that exports vLLM's own metrics, with the callers' names of LoRA adapters."""
 
 from collections.abc import Iterable, Iterator
 

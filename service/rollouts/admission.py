@@ -1,4 +1,4 @@
-"""Admission control per API key and for the whole server.
+"""Admission control: limits on running samples, prompt tokens and memory, per key and in total.
 
 Samples are counted from before the first one is submitted until their rollout has ended. Prompt
 tokens are counted once per group, and the memory of supports for the widest sets possible. A

@@ -1,4 +1,4 @@
-"""Composition of rollouts: their admission, their groups, and what they share with scores."""
+"""Construction of the rollout components: admission, tokenizer, scoring and rollout manager."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ from service.rollouts.rollout_factory import RolloutFactory
 from service.rollouts.scoring import Scoring
 from service.rollouts.tokenizer import Tokenizer
 from service.rollouts.trees.external_tree import ExternalTrees
-from service.versions import Versions
+from service.weights_versions import Versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Fairness: priorities of requests in the engine, and time slices of work on the event loop."""
+"""Engine priorities that age, and time slices that keep the event loop responsive."""
 
 import asyncio
 import time

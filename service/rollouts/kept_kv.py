@@ -1,4 +1,4 @@
-"""Chains of requests whose KV is kept across weights updates."""
+"""Names under which the engine keeps KV across weights updates, per rollout or session."""
 
 import uuid
 from typing import Final

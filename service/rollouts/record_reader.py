@@ -1,4 +1,4 @@
-"""Readers of a rollout's log, and the tokens of running samples that they receive meanwhile.
+"""Reader of a rollout's result log, for streams; also sends tokens of running samples.
 
 The tokens are held once per sample, and a reader holds positions only. So a slow reader takes no
 memory: it receives the tokens that it has missed in one record.

@@ -1,4 +1,4 @@
-"""Internal form of a rollout request, as the manager receives it from routes and sessions."""
+"""Internal form of a rollout request, the same for routes, agent sessions and hand-overs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

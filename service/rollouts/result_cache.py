@@ -1,4 +1,4 @@
-"""Cache of ended rollouts, bounded by TTL and bytes.
+"""Cache of finished rollouts for callers that reconnect, bounded by TTL and bytes.
 
 Only rollouts whose callers may reconnect are kept: those requested asynchronously or with an
 idempotency key. The oldest are evicted first. Not thread-safe; runs on one event loop.

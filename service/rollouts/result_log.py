@@ -1,4 +1,4 @@
-"""Log of a rollout's results: finished samples, segments and groups, and tokens of running samples.
+"""Append-only log of a rollout's results, read by streamed and plain responses.
 
 The log is append-only and any number of readers can read it from the start, so a streamed and a
 plain answer are two views of the same run.

@@ -1,4 +1,4 @@
-"""Validation of a rollout request and construction of its rollout, before anything is submitted."""
+"""Construction of a rollout from a request: validation, tokenization and groups."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from service.rollouts.request import NewRollout, Resolved
 from service.rollouts.rollout import Rollout
 from service.rollouts.sampling import check_sampling
 from service.rollouts.tokenizer import Tokenizer
-from service.versions import Versions
+from service.weights_versions import Versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Conversion of wire sampling parameters to the engine's, and the text and message of an answer."""
+"""Conversion of sampling parameters to the engine's, and parsing of a response as a message."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Teacher-forced logprobs of given responses, each computed on one weights version.
+"""Scoring: teacher-forced logprobs of given responses, each on a single weights version.
 
 vLLM may prefill a long prompt in chunks, and an activation between two chunks would mix versions
 undetected. A computation that spans an activation is therefore repeated.
@@ -32,7 +32,7 @@ from service.rollouts.manager import RolloutManager
 from service.rollouts.request import NewRollout
 from service.rollouts.tokenizer import Tokenizer
 from service.rollouts.validation import MAX_SAMPLES
-from service.versions import Versions
+from service.weights_versions import Versions
 
 Result = TypeVar("Result", list[float], TopLogprobRows)
 ComputedResult: TypeAlias = Coroutine[Any, Any, tuple[Result, str, str | None]]

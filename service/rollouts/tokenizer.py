@@ -1,4 +1,4 @@
-"""Tokenization and detokenization outside the event loop.
+"""Tokenization and detokenization in a thread, with turns and limits per API key.
 
 One thread at a time does it: tokenizers are not thread-safe, and text is rare here. Callers take
 turns, and responses do not wait for prompts of the same caller.

@@ -1,4 +1,4 @@
-"""Validation of rollout requests across fields, and the number of samples that they need."""
+"""Validation of a rollout request across fields: sampling, KV reuse, continued samples."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ from service.errors import InvalidRequest, PromptTooLong
 from service.rollouts.fairness import TimeSlice
 from service.rollouts.groups.supports import given_support
 from service.rollouts.request import NewGroup, NewRollout
-from service.rollouts.trees.plan import check as check_branching
+from service.rollouts.trees.branching_plan import check as check_branching
 
 KEPT_KV_REASONS: Mapping[KeptKvReason, str] = {
     "prefix_caching_off": "needs engine.enable_prefix_caching",

@@ -1,4 +1,4 @@
-"""Routes that serve documents: openapi.yaml, its interactive page, the catalogue of problems.
+"""Routes that serve openapi.yaml, its interactive page and the list of error types.
 
 The page is Swagger UI 5.35.0, whose files are part of the package (`service/api_docs`): it works
 without access to the internet. Page and contract are public; requests sent from the page need the

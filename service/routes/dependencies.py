@@ -1,4 +1,4 @@
-"""FastAPI dependencies: the server, readiness, uploads and redirects to the owning replica."""
+"""FastAPI dependencies of routes: server, readiness, uploads, redirects to the owning replica."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Routes of external trees, which the client branches: /v1/rollouts/{id}/branch and /segments."""
+"""Routes /v1/rollouts/{id}/branch and /segments, for rollout trees branched by the caller."""
 
 from fastapi import APIRouter, Request, Response
 

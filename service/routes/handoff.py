@@ -1,4 +1,4 @@
-"""Routes under /v1/handoff: a draining replica offers its rollouts and sessions to this one."""
+"""Routes under /v1/handoff: receive rollouts and sessions from a draining replica."""
 
 from typing import TypeVar
 

@@ -1,4 +1,4 @@
-"""ASGI middleware: the context of a request (id, metrics, trace, audit log) and its limits.
+"""ASGI middleware: id, metrics, trace and audit log of each request, and limits on it.
 
 Plain ASGI classes: Starlette's BaseHTTPMiddleware would buffer streams and hide disconnects.
 

@@ -1,4 +1,4 @@
-"""Routes that pause and resume sampling, and release and allocate the engine's memory."""
+"""Routes /v1/pause, resume, sleep and wake: pause sampling, and release the engine's memory."""
 
 from fastapi import APIRouter, Request, Response
 

@@ -1,4 +1,4 @@
-"""Route of POST /v1/score: logprobs of given responses, as JSON or packed."""
+"""Route POST /v1/score: logprobs of given responses, as JSON or in the packed format."""
 
 from fastapi import APIRouter, Request, Response
 

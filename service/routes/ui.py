@@ -1,4 +1,4 @@
-"""Routes under /ui: the live page and its event stream.
+"""Routes under /ui: the live dashboard page and its event stream.
 
 The page itself holds no data and is public; the events need the role `watch`. The events are not
 part of the API contract: only the page of the same version reads them.

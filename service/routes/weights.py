@@ -44,9 +44,9 @@ from service.http.responses import (
     json_response,
 )
 from service.routes.dependencies import AnyServer, ReadyServer, UploadedFile
-from service.versions import Version
 from service.weights.replication import manifests
 from service.weights.stager import IncomingFile
+from service.weights_versions import Version
 
 router = APIRouter(prefix="/v1/weights")
 files = APIRouter(prefix="/v1/weights")

@@ -1,4 +1,4 @@
-"""Addresses of sessions: the replica that has one, its paths for agents, and its key."""
+"""Session keys and URLs for agents, and look-up of the replica that has a session."""
 
 import asyncio
 import base64

@@ -1,4 +1,4 @@
-"""Composition of agent sessions: their manager, with what it uses of other components."""
+"""Construction of the agent-session components around the session manager."""
 
 from engine.protocol import Engine
 from service.cluster.build import Cluster

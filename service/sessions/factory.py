@@ -1,4 +1,4 @@
-"""Creation of sessions and their groups from requests."""
+"""Construction of agent sessions and session groups from a create request."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Recorded calls of an agent session, found again by the conversation that an agent sends back.
+"""Recorded calls of a session, matched to the message list that an agent sends next.
 
 A conversation is hashed message by message. The hash after a message of the assistant identifies
 the call that returned it, whatever a client changes on the way: the reasoning that it drops, white

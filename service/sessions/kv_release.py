@@ -1,4 +1,4 @@
-"""Release of the KV that the engine retains for agent sessions."""
+"""Queue of ended agent sessions whose retained KV the engine releases in batches."""
 
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress

@@ -33,10 +33,10 @@ from service.rollouts.admission import Admission
 from service.rollouts.manager import RolloutManager
 from service.rollouts.tokenizer import Tokenizer
 from service.sessions.addresses import SessionAddresses
-from service.sessions.call import SessionCall
+from service.sessions.agent_call import SessionCall
+from service.sessions.call_recorder import CallServices
 from service.sessions.factory import SessionFactory
 from service.sessions.kv_release import KvReleaseQueue, Release
-from service.sessions.recording import CallServices
 from service.sessions.session import Session
 from service.sessions.session_group import SessionGroup
 from service.sessions.store import RETRY_SECONDS, SessionStore, StreamItem

@@ -1,4 +1,4 @@
-"""Prompts of agent conversations: tokens of a recorded call, plus only the newly added text.
+"""Prompt of an agent's call: the tokens of the previous call plus the newly added text.
 
 A conversation is rendered whole if it continues no recorded call, if the session's history is that
 of the template, or if the template does not mark where a message ends.

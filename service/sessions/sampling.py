@@ -1,4 +1,4 @@
-"""Sampling parameters of an agent's call: those of its session, and what the agent may set."""
+"""Sampling parameters of an agent's call, merged from its session and its request."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""State of one agent session: its tree, its turns, and its limits."""
+"""State of one agent session: token tree, recorded calls, running calls and limits."""
 
 import asyncio
 from collections import Counter

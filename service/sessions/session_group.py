@@ -1,4 +1,4 @@
-"""Sessions of one request, and streams of ended sessions in the order of their sequence."""
+"""Group of sessions created by one request, and the ordered list of ended sessions."""
 
 import asyncio
 import math

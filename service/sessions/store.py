@@ -1,4 +1,4 @@
-"""Sessions of this replica: the open ones, and ended ones until they are dropped."""
+"""Store of this replica's agent sessions, open or ended, with a limit on their memory."""
 
 import asyncio
 import time

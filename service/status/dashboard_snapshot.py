@@ -1,4 +1,4 @@
-"""Snapshots of the server's activity for the live page at /ui.
+"""Snapshot of the server's activity for the live page at /ui.
 
 A snapshot never holds prompts, tokens, text or KV handles. Its size and the work to make it are
 bounded, whatever the server runs: the MAX_ constants are the bounds.
@@ -19,7 +19,7 @@ from service.kv.handles.handle import Handle
 from service.kv.handles.manager import PromptKvManager
 from service.rollouts.groups.group import Group
 from service.rollouts.rollout import Rollout
-from service.rollouts.trees.tree_paths import TreePaths
+from service.rollouts.trees.tree_growth import TreePaths
 from service.server import Server
 from service.status.session_snapshot import session_snapshots
 from service.status.status import status

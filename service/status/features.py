@@ -1,4 +1,4 @@
-"""Optional features of the server: on or off, why, and how to change it.
+"""List of optional features with their state, reason and setting, for GET /v1/status.
 
 The same list is printed at start and is part of GET /v1/status. It names settings, never their
 values that could be secret or a path.

@@ -1,4 +1,4 @@
-"""Agent sessions in the snapshots of the live page: their trees, running calls and pauses."""
+"""Agent sessions in the snapshot for the live page: trees, running calls and pauses."""
 
 import heapq
 from collections.abc import Iterator

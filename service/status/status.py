@@ -1,4 +1,4 @@
-"""The server's current status, for GET /v1/status and for Prometheus gauges."""
+"""Status of the server and its components, for GET /v1/status and Prometheus gauges."""
 
 from collections.abc import Callable
 

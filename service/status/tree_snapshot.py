@@ -1,4 +1,4 @@
-"""Token trees in the snapshots of the live page: their segments and running paths."""
+"""Token trees in the snapshot for the live page: segments and running paths."""
 
 from collections.abc import Callable, Iterable
 from itertools import islice

@@ -1,4 +1,4 @@
-"""Activation of a staged weights version while samples are running, as a state machine.
+"""Activation of a staged weights version while samples run, as a state machine.
 
 One activation runs at a time. The gate that admits rollouts is closed from before the engine is
 paused until the new version is active, so no rollout is admitted under one version and started
@@ -37,13 +37,13 @@ from service.errors import (
 from service.kv.handles.manager import PromptKvManager
 from service.observability.metrics import Metrics
 from service.rollouts.manager import RolloutManager
-from service.state_changes import StateChanges
-from service.versions import Version, Versions
+from service.uncancellable_tasks import StateChanges
 from service.weights.idle_wait import IdleWait
 from service.weights.pauses import Pauses
 from service.weights.replication.announcer import Announcer
 from service.weights.sleep import Sleep
 from service.weights.stager import WeightStager
+from service.weights_versions import Version, Versions
 
 log = logging.getLogger(__name__)
 

@@ -9,17 +9,17 @@ from service.config.settings import Settings
 from service.kv.build import Kv
 from service.observability.metrics import Metrics
 from service.rollouts.build import Rollouts
-from service.state_changes import StateChanges
-from service.versions import Versions
+from service.uncancellable_tasks import StateChanges
 from service.weights.activation import Activation
 from service.weights.drafter import DrafterManager
+from service.weights.gpu_memory_transfers import WeightTransfers
 from service.weights.replication.announcer import Announcer
 from service.weights.replication.coordinator import ActivationCoordinator
 from service.weights.replication.downloads import Downloads
 from service.weights.replication.reconciler import Reconciler
 from service.weights.replication.status import ReplicationStatus
 from service.weights.stager import WeightStager
-from service.weights.transfers import WeightTransfers
+from service.weights_versions import Versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

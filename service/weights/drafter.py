@@ -1,4 +1,4 @@
-"""Drafter (draft model for speculative decoding): download, upload of a candidate, status."""
+"""Drafter (draft model of speculative decoding): upload, download and status for callers."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""Wait for running samples to finish before an activation in mode `wait`."""
+"""Wait until running samples have finished, for activations in mode `wait`."""
 
 import asyncio
 import itertools

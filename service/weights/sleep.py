@@ -1,4 +1,4 @@
-"""Sleep of the engine, which releases the memory of its weights, of its KV cache, or of both.
+"""Sleep of the engine: releases the memory of weights, KV cache or both until it wakes.
 
 A sleep is a pause that has released memory. It ends with a wake, or at the end of its lease.
 """
@@ -18,8 +18,8 @@ from service.errors import Asleep, ServiceError
 from service.kv.handles.manager import PromptKvManager
 from service.observability.metrics import ServerMetrics
 from service.rollouts.manager import RolloutManager
-from service.versions import Versions
 from service.weights.pauses import Pause, Pauses
+from service.weights_versions import Versions
 
 WAKE_RETRY_SECONDS: Final = 2.0
 """Time until a wake at the end of a lease is repeated, if another process uses the memory."""

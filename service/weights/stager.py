@@ -1,4 +1,4 @@
-"""Staging of weights: from uploaded bytes or a path to a version that can be activated.
+"""Staging of weights: uploaded files or a path become a version checked by the engine.
 
 A version becomes staged only after the engine has checked it against the model, so activation does
 not fail on invalid files. Refused weights are deleted.
@@ -31,8 +31,8 @@ from service.checkpoint_store import (
 from service.config.settings import WeightsSettings
 from service.errors import BaseUnavailable, VersionConflict, WeightsRefused
 from service.observability.metrics import WeightMetrics
-from service.versions import Version, Versions
 from service.weights.replication.announcer import Announcer
+from service.weights_versions import Version, Versions
 
 ABANDONED_SECONDS = 3600.0
 """Age of the last file of an incomplete version after which the next upload deletes it."""

@@ -12,10 +12,10 @@ import pytest
 
 from engine.types.info import EngineInfo
 from service.compat.anthropic import bodies as anthropic_bodies
-from service.compat.field_table import INTERNAL_FIELDS, NEUTRAL, REFUSED, RESPONSES_REFUSED
 from service.compat.openai import chat
 from service.compat.responses import bodies as response_bodies
 from service.compat.responses import items as response_items
+from service.compat.unsupported_fields import INTERNAL_FIELDS, NEUTRAL, REFUSED, RESPONSES_REFUSED
 from tests.compat.test_fields import nameless
 from tests.compat.third_party import Foreign, foreign
 from tests.fake_engine import FakeEngine

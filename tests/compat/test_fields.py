@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.types.samples import SampleRequest
-from service.compat.field_table import INTERNAL_FIELDS, NEUTRAL, REFUSED
+from service.compat.unsupported_fields import INTERNAL_FIELDS, NEUTRAL, REFUSED
 from tests.compat.third_party import Foreign, foreign, wrong_status
 from tests.service.keyfile import bearer, write_keys
 

@@ -10,11 +10,11 @@ from pydantic import BaseModel
 
 from coppice.wire.sampling import Sampling
 from service.compat.anthropic.bodies import MessagesBody
-from service.compat.field_table import NEUTRAL, REFUSED, UNKNOWN
 from service.compat.openai.chat import ChatBody
 from service.compat.openai.completions import CompletionBody
 from service.compat.responses.bodies import ResponsesBody
 from service.compat.sglang.generate import SglangSampling
+from service.compat.unsupported_fields import NEUTRAL, REFUSED, UNKNOWN
 from service.compat.vllm.tokens import GenerateSampling
 from tests.compat.test_fields import nameless
 from tests.compat.third_party import Foreign, foreign

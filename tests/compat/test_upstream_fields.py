@@ -38,11 +38,11 @@ from vllm.sampling_params import SamplingParams
 
 from service.compat.anthropic.bodies import CountTokensBody, MessagesBody
 from service.compat.bodies import CompatModel
-from service.compat.field_table import NEUTRAL, REFUSED
 from service.compat.openai.chat import ChatBody, ChatMessage
 from service.compat.openai.completions import CompletionBody
 from service.compat.responses.bodies import ResponsesBody
 from service.compat.sglang.generate import SglangBody, SglangSampling
+from service.compat.unsupported_fields import NEUTRAL, REFUSED
 from service.compat.vllm.tokens import DetokenizeBody, GenerateBody, GenerateSampling, TokenizeBody
 from tests.compat.test_sampling_fields import VALUES
 from tests.compat.third_party import foreign

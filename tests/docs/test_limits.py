@@ -17,7 +17,7 @@ NO_LIMITS_OF_REQUESTS = {
     "service/cluster/redis_registry.py": {"MAX_CONNECTIONS"},
     "service/compat/bodies.py": {"MAX_EXTRA_FIELDS"},
     "service/compat/sglang/generate.py": {"MAX_QUIET_SECONDS"},
-    "service/http/file_limit.py": {"MAX_OPEN_FILES"},
+    "service/http/open_file_limit.py": {"MAX_OPEN_FILES"},
     "service/kv/spans/prediction_sources.py": {
         "MAX_OBSERVATIONS_PER_SECTION",
         "MAX_CACHED_PAIRS",
@@ -42,7 +42,7 @@ NO_LIMITS_OF_REQUESTS = {
     },
     "service/status/session_snapshot.py": {"MAX_SESSIONS"},
     "service/status/tree_snapshot.py": {"MAX_SEGMENTS", "MAX_SPANS"},
-    "service/versions.py": {"MAX_SEQUENCE"},
+    "service/weights_versions.py": {"MAX_SEQUENCE"},
 }
 """Constants that limit the server's own work, what it shows, or other replicas."""
 

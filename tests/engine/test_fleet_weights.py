@@ -14,7 +14,7 @@ from coppice import AsyncRollouts, WeightsConstraint
 from engine.attention.settings import AttentionSettings
 from engine.settings import EngineSettings
 from engine.vllm_engine import VllmEngine
-from service.cluster.in_memory import InMemoryRegistry
+from service.cluster.in_memory_registry import InMemoryRegistry
 from tests.cluster import fleet
 from tests.engine.greedy import assert_greedy
 from tests.engine.random_models import make_models, write_model

@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 
 from engine.vllm_engine import VllmEngine
-from service.cluster.in_memory import InMemoryRegistry
+from service.cluster.in_memory_registry import InMemoryRegistry
 from tests.cluster import replica, sees
 from tests.engine.seedling import settings
 from tests.serving import Served

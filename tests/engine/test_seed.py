@@ -12,7 +12,7 @@ from coppice import AsyncRollouts
 from engine.settings import EngineSettings
 from engine.types.samples import SampleRequest, Sampling
 from engine.vllm_engine import VllmEngine
-from service.cluster.in_memory import InMemoryRegistry
+from service.cluster.in_memory_registry import InMemoryRegistry
 from tests.cluster import fleet
 from tests.engine.made_arguments import engine_arguments
 from tests.engine.seedling import MODEL, settings

@@ -12,7 +12,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from coppice import AsyncRollouts, Rollouts
-from service.cluster.in_memory import InMemoryRegistry
+from service.cluster.in_memory_registry import InMemoryRegistry
 from tests.cluster import sees
 from tests.examples.nginx import nginx
 from tests.fake_engine import FakeEngine

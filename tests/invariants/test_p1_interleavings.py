@@ -26,7 +26,7 @@ from service.rollouts.groups.group import Group
 from service.rollouts.request import NewRollout
 from service.rollouts.rollout import Rollout
 from service.server import Server
-from service.versions import Version
+from service.weights_versions import Version
 from tests.invariants.yielding_engine import YieldingEngine, yield_loop
 from tests.sample_sizes import num_examples
 from tests.service.test_rollouts import body, group

@@ -13,7 +13,7 @@ import pytest
 
 from engine.errors import LoadFailed
 from service.adapters.adapter_files import _copy
-from service.cluster.in_memory import InMemoryRegistry
+from service.cluster.in_memory_registry import InMemoryRegistry
 from service.errors import WeightsRefused
 from tests.adapters import adapter_config, saved_adapter, tensors_file
 from tests.cluster import fleet

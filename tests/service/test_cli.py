@@ -18,7 +18,7 @@ from engine.types.info import EngineHealth
 from service.config.settings import Settings, redacted, settings_fields
 from service.config.sources import SettingsFlags, flag_name
 from service.http.shutdown import ServerLifecycle
-from service.node import Node
+from service.secondary_node import Node
 from service.serve_components import ServeComponents, with_prompt_kv
 from tests.service.command_line import Result, run_command
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from service.http.file_limit import connection_limit
+from service.http.open_file_limit import connection_limit
 from tests.fake_engine import FakeEngine
 from tests.service.sockets import Raw, raw
 from tests.service.test_framing import GET, sized
@@ -108,7 +108,7 @@ def test_file_descriptor_limit_bounds_connections() -> None:
 def test_soft_limit_is_raised_to_the_hard_limit(soft: int, hard: int) -> None:
     program = f"""
 import resource
-from service.http.file_limit import raise_file_limit
+from service.http.open_file_limit import raise_file_limit
 resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
 raise_file_limit()
 print(*resource.getrlimit(resource.RLIMIT_NOFILE))

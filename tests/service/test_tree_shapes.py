@@ -13,7 +13,7 @@ from coppice.wire.rollouts import GroupAnswer
 from engine.types.samples import Completion, SampleRequest, Sampling
 from service.rollouts.groups.group import Group
 from service.rollouts.groups.options import GroupOptions
-from service.rollouts.trees.plan import Plan, distribute_leaves, next_cut, split
+from service.rollouts.trees.branching_plan import Plan, distribute_leaves, next_cut, split
 from service.rollouts.trees.tree_sampler import TreeSampler
 from tests.fake_engine import FakeEngine
 from tests.sample_sizes import num_examples

@@ -19,11 +19,11 @@ from coppice.wire.rollouts import RolloutRequest
 from engine.errors import EngineDead, LoadFailed
 from engine.types.samples import PauseMode
 from engine.weights.magnitudes import UNKNOWN, Magnitudes
-from service.cluster.in_memory import InMemoryRegistry
+from service.cluster.in_memory_registry import InMemoryRegistry
 from service.cluster.registry import Manifest, ManifestConflict
 from service.errors import VersionConflict
 from service.rollouts.request import NewRollout
-from service.versions import Versions
+from service.weights_versions import Versions
 from tests.fake_engine import VOCAB_SIZE, FakeEngine
 from tests.service.test_rollouts import body, group, running_samples
 from tests.serving import Served, serving

@@ -1,4 +1,4 @@
-"""Request bodies of Anthropic's Messages API, and the chat requests in them."""
+"""Request bodies of Anthropic's Messages API, and their conversion to chat requests."""
 
 from typing import Annotated, Any, Literal
 

@@ -1,4 +1,4 @@
-"""Conversion of Anthropic's messages to the chat messages that the template renders.
+"""Conversion of Anthropic's messages to chat messages for the model's chat template.
 
 The result is that of vLLM's converter, except that several text blocks of a message are one string,
 as on the other chat routes.

@@ -1,4 +1,4 @@
-"""Errors in Anthropic's format: `{"type": "error", "error": {"type", "message"}}`."""
+"""Conversion of errors to Anthropic's format, for the routes of its API."""
 
 import json
 from typing import Any

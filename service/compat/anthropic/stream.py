@@ -1,4 +1,4 @@
-"""Content blocks of a message of Anthropic's API, whole and as events of a stream."""
+"""Encoding of answers in Anthropic's format: content blocks, and events of a stream."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Tool calls that `tool_choice` forces: constraint on the text, and the calls in it.
+"""Tool calls forced by `tool_choice`: constraint of the sampling, and parsing of the result.
 
 As in vLLM, the text of a required call is a JSON list of objects with `name` and `parameters`, and
 that of a named one the parameters alone. The format does not depend on the model's own.

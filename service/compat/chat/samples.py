@@ -1,4 +1,4 @@
-"""Samples of a chat request and their messages: whole, or in parts as tokens are sampled.
+"""Samples of a chat request as chat messages, whole or streamed; shared by all chat APIs.
 
 The chat routes of all APIs share them. A route module defines only its wire format.
 """

@@ -1,4 +1,4 @@
-"""Message of one running sample, part by part: reasoning, content and tool calls.
+"""Incremental parser of one running sample into reasoning, content and tool calls.
 
 The joined parts are the message that the whole response is parsed to, up to white space around its
 content if it calls tools. A part never adds to text or to a call that a later call follows.

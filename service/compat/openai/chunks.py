@@ -1,4 +1,4 @@
-"""Chunks of streamed completions and chat completions, one choice per sample.
+"""Encoding of streamed completions and chat completions as OpenAI's chunks.
 
 Chunks have the fields that vLLM's have. A choice without new text has chunks with an empty delta if
 token ids or logprobs were requested.

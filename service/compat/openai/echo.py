@@ -1,4 +1,4 @@
-"""Echo of prompts before their responses, with their logprobs (`echo` of completions)."""
+"""Option `echo` of OpenAI's completions: the prompt and its logprobs before each response."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Request body of OpenAI's Responses API, and the chat request in it."""
+"""Request body of OpenAI's Responses API, and its conversion to a chat request."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -21,7 +21,6 @@ from service.compat.chat.forced_tools import (
     ToolChoice,
     forced_constraint,
 )
-from service.compat.field_table import RESPONSES_REFUSED, Refused
 from service.compat.logprobs import NumLogprobs
 from service.compat.request import CommonRequestFields
 from service.compat.responses.items import (
@@ -33,6 +32,7 @@ from service.compat.responses.items import (
     input_messages,
 )
 from service.compat.sampling_fields import SamplingFields
+from service.compat.unsupported_fields import RESPONSES_REFUSED, Refused
 from service.errors import InvalidRequest
 
 ENCRYPTED, LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"

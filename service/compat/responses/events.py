@@ -1,4 +1,4 @@
-"""Output items of a response of OpenAI's Responses API, and the events of their stream."""
+"""Encoding of answers of OpenAI's Responses API: output items, and events of a stream."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator

@@ -1,4 +1,4 @@
-"""Items of OpenAI's Responses API: chat messages from input items, and output items of a response.
+"""Conversion between chat messages and the input and output items of OpenAI's Responses API.
 
 The chat messages are those of vLLM's converter, except that all parts of an item count, not only
 the first one.

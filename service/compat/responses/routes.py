@@ -1,4 +1,4 @@
-"""POST /v1/responses with OpenAI's fields, and the responses that it stores."""
+"""Routes under /v1/responses (OpenAI's Responses API): create, get and delete responses."""
 
 import asyncio
 from collections.abc import Sequence

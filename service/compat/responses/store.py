@@ -1,4 +1,4 @@
-"""Responses of OpenAI's Responses API that later requests continue by their id."""
+"""Store of responses of OpenAI's Responses API, for `previous_response_id` of later requests."""
 
 import time
 from collections import OrderedDict, deque

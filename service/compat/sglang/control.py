@@ -1,4 +1,4 @@
-"""SGLang's control routes: pause, memory, abort, weights from a directory, and status."""
+"""SGLang's control routes: pause, release of memory, abort, weight updates and status."""
 
 from typing import Annotated, Literal
 

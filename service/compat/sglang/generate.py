@@ -1,4 +1,4 @@
-"""POST /generate: SGLang's sampling route, as used by slime and miles."""
+"""SGLang's route POST /generate for sampling, as used by slime and miles."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence

@@ -1,4 +1,4 @@
-"""Running rollouts by the request ids that SGLang's clients choose."""
+"""Map of SGLang's request ids to the running rollouts, for aborts."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""vLLM's routes for token ids: generation, tokenization and detokenization."""
+"""vLLM's routes for tokens: generate from token ids, tokenize and detokenize."""
 
 import asyncio
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""HTTP response with exported prompt KV, or with a byte range of its file (RFC 9110, 14.2).
+"""HTTP response that streams exported prompt KV, whole or a byte range (RFC 9110, 14.2).
 
 The event loop copies and sends the file in small pieces. A piece of the file itself in the write
 buffer of a connection could be overwritten by other prompt KV before its reader takes it.

@@ -1,4 +1,4 @@
-"""Export of a prompt's KV: reserve an entry, wait until the engine has written it, grant handles.
+"""Export of a prompt's KV: reserves memory, waits for the engine's write, creates handles.
 
 An entry is reserved before the group's samples are submitted to the engine. The first group with a
 prompt writes the entry; groups with the same prompt that arrive meanwhile share it. A thread
@@ -27,7 +27,7 @@ from service.kv.handles.gpu_memory import GpuKv
 from service.kv.handles.handle import Handle, PromptEntry
 from service.kv.handles.index import HandleIndex
 from service.kv.store import KvStore
-from service.versions import Versions
+from service.weights_versions import Versions
 
 POLL_SECONDS = 0.005
 # Upper bound on the share of event-loop time that polling takes, for thousands of exports.

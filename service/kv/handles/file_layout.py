@@ -1,4 +1,4 @@
-"""Byte layout of a prompt entry: status words, then a safetensors file with a page-aligned header.
+"""Byte layout of exported prompt KV: status words of the ranks, then a safetensors file.
 
     words     one page: an `ExportStatus` per rank, written by the engine; not part of the file
     header    8 bytes of length, then JSON, padded with spaces to whole pages

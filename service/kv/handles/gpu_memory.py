@@ -1,4 +1,4 @@
-"""Description of the GPU memory that holds exported KV, for readers that open it by CUDA IPC.
+"""GPU memory with exported KV: its description for callers that open it by CUDA IPC.
 
 A process on the same host opens it by CUDA IPC. Such a process can read the KV of all API keys in
 that memory, so it is described only to callers that hold a handle, and only if they name the boot

@@ -1,4 +1,4 @@
-"""KV exports of one group: the KV of its prompt and, in a tree, of the paths that are continued.
+"""KV exports of one group: of its prompt and, in a rollout tree, of paths that continue.
 
 A group's export ends with a handle, whose lease starts once the rollout has ended:
 `GroupKvExports` -> `Export` -> `Handle`, which reads an entry of the store.

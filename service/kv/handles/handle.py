@@ -1,4 +1,4 @@
-"""Handle of exported prompt KV, the entry that it reads, its lease, and the pins of its downloads.
+"""Handle by which a caller reads exported prompt KV, with its lease and running downloads.
 
 A lease is a duration measured by the server's monotonic clock; clocks of different hosts are never
 compared. It can be renewed up to a maximum lifetime. It is never shortened, and never revived once

@@ -1,4 +1,4 @@
-"""Index of exported prompt KV: by handle, and by prompt for groups that share an entry.
+"""Index of exported prompt KV by handle, and by prompt so that groups share one export.
 
 Handles are unguessable ids of entries, which their owner can read during a lease. A handle belongs
 to the API key that requested it and is 404 for every other key. The most recent ended handles are

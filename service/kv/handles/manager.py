@@ -1,4 +1,4 @@
-"""Facade of prompt KV for the rest of the service: exports, handles and their accounting.
+"""Facade of prompt-KV export for the rest of the service: exports, handles and accounting.
 
 Prompt KV is disabled, with a `KvReason`, until the engine has started and reports that it can
 export, and if there is no shared memory. If a consistency check fails it is disabled until the next
@@ -33,7 +33,7 @@ from service.kv.handles.handle import Handle
 from service.kv.handles.index import HandleIndex
 from service.kv.handles.nixl_agent import NixlAgentProcess
 from service.kv.store import EntryState, KvStore
-from service.versions import Versions
+from service.weights_versions import Versions
 
 MAINTENANCE_SECONDS = 0.5
 

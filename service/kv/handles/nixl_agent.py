@@ -1,4 +1,4 @@
-"""One-sided reads of the prompt-KV arena over NIXL, served by an agent in a child process.
+"""Child process with a NIXL agent, from which trainers read exported prompt KV by RDMA.
 
 UCX has no authentication: anyone who reaches the agent over the network can read its process
 memory. The child process therefore maps the arena and nothing else, and gets only selected

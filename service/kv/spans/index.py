@@ -1,4 +1,4 @@
-"""Index of spans of prompts whose KV is in a store of bounded size.
+"""Index of the cached KV of prompt spans, with eviction when the store is full.
 
 An entry is found only under its API key, cache salt, cache key, text and weights epoch (number of
 activations). The engine writes it once, by a prefill of the span alone from position 0 on, and

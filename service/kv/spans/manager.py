@@ -1,4 +1,4 @@
-"""KV reuse for prompts given as spans: splicing of cached spans, or prediction."""
+"""KV reuse between prompts given as spans: chooses splicing, prediction or neither."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ from service.kv.spans.prediction_sources import DistanceCache
 from service.kv.spans.prompt_template import Scope
 from service.kv.spans.span_prompt import SpanPrompt
 from service.kv.spans.splicing import DEFAULT_RECOMPUTE_TOKENS, SplicedPrompt
-from service.versions import Versions
+from service.weights_versions import Versions
 
 
 class KvReuseManager:

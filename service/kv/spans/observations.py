@@ -1,4 +1,4 @@
-"""Observations: prompts from which the KV of other prompts of the same template is predicted.
+"""Store of observations: earlier prompts with cached KV, used to predict the KV of new ones.
 
 KVCOMM calls them anchors. An observation consists of the KV of a whole prompt, as its prefill has
 written it, and the KV of each of its keyed spans prefilled alone. It belongs to one context, that

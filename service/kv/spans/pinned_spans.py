@@ -1,4 +1,4 @@
-"""Span entries pinned for one group until it ends, and requests that write the missing ones.
+"""Cached spans pinned for one group, and the engine requests that prefill missing spans.
 
 A span that is not cached is prefilled alone, from position 0 on.
 """

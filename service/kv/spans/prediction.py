@@ -1,4 +1,4 @@
-"""KV reuse by prediction: predict a prompt's KV from observations, or prefill it.
+"""KV reuse by prediction: a prompt's KV is estimated from earlier prompts (KVCOMM).
 
 The engine request of each sample loads the predicted KV and prefills the rest, at least the last
 token. A prompt that is prefilled instead is stored as an observation if there is room. It is

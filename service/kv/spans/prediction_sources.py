@@ -1,4 +1,4 @@
-"""Selection of earlier prompts (observations) from whose KV that of a new prompt is predicted.
+"""Selection of the earlier prompts from which the KV of a new prompt is predicted.
 
 A prompt is divided into sections (see PromptTemplate). If an observation has the same text up to
 and including a section, the section's KV is taken from it, because it equals the prompt's own. Any

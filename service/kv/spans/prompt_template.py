@@ -1,4 +1,4 @@
-"""Prompt spans, parts of a prompt whose KV can be reused: their template.
+"""Template of a prompt given as spans: its sections with and without a cache key.
 
 A span with a cache key is called keyed, a span without cache key is called plain.
 """

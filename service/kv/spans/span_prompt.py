@@ -1,4 +1,4 @@
-"""Prompt given as spans, without KV reuse: what prompts of all reuse modes have in common."""
+"""Base class of prompts given as spans; the subclasses reuse KV by splicing or prediction."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""KV reuse by splicing: load spans with a cache key from the store instead of prefilling.
+"""KV reuse by splicing: cached KV of spans is loaded at the spans' positions in a new prompt.
 
 Spans that are not cached are prefilled alone first. vLLM prefills only the tail of a prompt, so
 every other run of prefilled tokens is the tail of a separate engine request, which samples one

@@ -1,4 +1,4 @@
-"""Construction of the groups (one per prompt) of a rollout request."""
+"""Construction of the groups of a rollout request, one per prompt."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -22,8 +22,8 @@ from service.rollouts.groups.options import TEMPLATE, GroupOptions, Parse, deriv
 from service.rollouts.request import NewGroup, NewRollout, Resolved
 from service.rollouts.sampling import limited, to_engine_sampling
 from service.rollouts.tokenizer import Tokenizer, to_chat_request
+from service.rollouts.trees.branching_plan import Plan
 from service.rollouts.trees.external_tree import ExternalTree
-from service.rollouts.trees.plan import Plan
 from service.rollouts.trees.tree_sampler import TreeSampler
 
 

@@ -1,4 +1,4 @@
-"""Early-finish policies: when a group is done, and which of its samples are selected.
+"""Early-finish policies: rules for when a group ends before all samples, and which it returns.
 
 Samples that run concurrently finish in order of length, so selecting the first to finish biases the
 selection towards short samples. docs/concepts/group.md has measurements.

@@ -1,4 +1,4 @@
-"""Sampler of the n independent samples of a prompt, which can be suspended and resumed."""
+"""Sampler of n independent samples of a prompt; can be suspended and resumed."""
 
 import asyncio
 import uuid

@@ -1,4 +1,4 @@
-"""Execution of a group, i.e. one prompt and its n samples, from submission to the answer.
+"""Execution of a group (one prompt and its n samples), from submission to the answer.
 
 Every submitted group ends exactly once, and none of its samples outlives it in the engine: `run`
 aborts the remaining samples on every exit. `run` awaits the submission, the samples and that abort;
@@ -25,7 +25,7 @@ from service.rollouts.groups.options import GroupOptions, given_tokens
 from service.rollouts.groups.sample_answer import num_valid_tokens
 
 if TYPE_CHECKING:
-    from service.rollouts.trees.tree_paths import TreePaths
+    from service.rollouts.trees.tree_growth import TreePaths
 
 EndReason = Literal["cancelled", "deadline", "surplus", "version_changed", "suspended"]
 OnSampleTokens = Callable[[int, TokenLists], None]

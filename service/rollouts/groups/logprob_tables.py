@@ -1,4 +1,4 @@
-"""Requested logprobs of the top k or of given token ids: limits, and arrays of the answers."""
+"""Top-k and per-token-id logprobs: checks of a request's limits, and arrays for the answer."""
 
 import asyncio
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Parameters of a group (one prompt and its samples), fixed before it starts."""
+"""Parameters of a group (one prompt and its samples), and the seeds of its samples."""
 
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence

@@ -1,4 +1,4 @@
-"""Answer of a sample, and its tokens: those of the engine's completion that count.
+"""Conversion of the engine's completion to the answer of a sample.
 
 A sample that `continue_from` resumes already has tokens; its answer has these, too.
 """

@@ -1,4 +1,4 @@
-"""Supports of samples: their memory, those of completions, and those of resumed samples.
+"""Supports (sets of token ids that sampling could choose): memory limits and decoding.
 
 The engine returns them encoded (`coppice.wire.columns.support`).
 """

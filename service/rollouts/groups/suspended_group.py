@@ -1,4 +1,4 @@
-"""Continuation of a suspended group: a new group with the tokens and results of the old one.
+"""Continuation of a suspended group as a new group with the same tokens and results.
 
 Each sample goes on after its last token, with the same seed. It has the tokens that it would have
 without the suspension, if the same weights are active.

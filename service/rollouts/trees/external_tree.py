@@ -1,4 +1,4 @@
-"""Rollout trees that callers grow by branch requests, as in search with process reward models.
+"""Rollout trees branched by the caller step by step, e.g. with a process reward model.
 
 Every branch and every drop renews a tree's lease, which does not expire while a path is running. A
 tree ends as it is when the lease expires or its rollout is ended.
@@ -26,11 +26,11 @@ from service.errors import (
 from service.http.exception_handlers import to_service_error
 from service.rollouts.groups.group import EndReason, Group, OnPart
 from service.rollouts.groups.options import GroupOptions
-from service.rollouts.trees.plan import Plan, next_cut
+from service.rollouts.trees.branching_plan import Plan, next_cut
 from service.rollouts.trees.running_path import Budget, Path, PathBounds
 from service.rollouts.trees.segment import Segment
 from service.rollouts.trees.tree_answer import COMPLETE_FINISHES, kept_answer
-from service.rollouts.trees.tree_paths import TreePaths
+from service.rollouts.trees.tree_growth import TreePaths
 
 if TYPE_CHECKING:
     from service.rollouts.manager import RolloutManager  # its group factory imports this module

@@ -1,4 +1,4 @@
-"""Running paths of a rollout tree, each of which is one engine request, and their token budget."""
+"""Running path (branch) of a rollout tree, its bounds, and the tree's token budget."""
 
 from dataclasses import dataclass, replace
 
@@ -7,7 +7,7 @@ from coppice.wire.rollouts import SegmentFinish
 from engine.types.samples import Completion
 from service.rollouts.groups.options import GroupOptions
 from service.rollouts.groups.sample_answer import new_tokens
-from service.rollouts.trees.plan import Plan, distribute_leaves, select_entropy_cuts
+from service.rollouts.trees.branching_plan import Plan, distribute_leaves, select_entropy_cuts
 from service.rollouts.trees.segment import Segment
 from service.rollouts.trees.tree_answer import COMPLETE_FINISHES
 

@@ -1,4 +1,4 @@
-"""Segments of token trees, and where prompts are attached to them."""
+"""Segment (node) of a token tree, and the attachment of a prompt to it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Token tree of a rollout or session: segments, attachment of prompts at shared prefixes.
+"""Data structure of a token tree: adds samples, and merges prompts at shared prefixes.
 
 Its paths are exactly the tokens that the engine has read. It has no I/O and no clock. A segment has
 tokens that the policy sampled, or context: tokens of prompts, tool results and chat templates.

@@ -1,4 +1,4 @@
-"""Answers of token trees: their segments, their outcome, and the samples that end at leaves."""
+"""Conversion of a rollout tree to the answer of its group: segments, samples and outcome."""
 
 from collections import Counter
 from collections.abc import Collection, Sequence

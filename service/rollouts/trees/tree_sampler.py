@@ -1,4 +1,4 @@
-"""Sampler whose samples form a tree: paths are sampled, cut and forked.
+"""Sampler of a group whose samples form a tree, forked as its branching plan says.
 
 In the modes that cut by position, paths stop at the cut. In mode entropy, paths run to their end
 and are cut afterwards at their most uncertain tokens.
@@ -11,10 +11,10 @@ from coppice.wire.rollouts import GroupAnswer, SegmentFinish
 from engine.protocol.generation import Generation
 from service.rollouts.groups.group import EndReason, Group, OnPart
 from service.rollouts.groups.options import GroupOptions
-from service.rollouts.trees.plan import Plan, split
+from service.rollouts.trees.branching_plan import Plan, split
 from service.rollouts.trees.running_path import Path, entropy_forks, path_bounds
 from service.rollouts.trees.segment import Segment
-from service.rollouts.trees.tree_paths import TreePaths
+from service.rollouts.trees.tree_growth import TreePaths
 
 Fork = tuple[Segment, list[int]]
 """Parent segment of new paths, and the number of leaves of each."""

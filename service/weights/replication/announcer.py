@@ -1,4 +1,4 @@
-"""Publication of this replica's weights versions in the cluster registry, and their withdrawal."""
+"""Publication and withdrawal of this replica's weights versions in the cluster registry."""
 
 import asyncio
 from contextlib import suppress
@@ -7,13 +7,13 @@ from service.cluster.membership import ClusterMembership
 from service.cluster.registry import ClusterView, Manifest, ManifestConflict, RegistryUnavailable
 from service.cluster.replica_status import ReplicaStatus
 from service.errors import VersionConflict, WeightsRefused
-from service.versions import Version, Versions
 from service.weights.replication.manifests import (
     CHANGED_FILES,
     is_published,
     manifest_of,
     same_files,
 )
+from service.weights_versions import Version, Versions
 
 
 class Announcer:

@@ -1,4 +1,4 @@
-"""Activation of a version on all replicas, coordinated by the replica that got the request.
+"""Coordinator of an activation on all replicas, on the replica that got the request.
 
 First the other replicas fetch and stage the version, then it is activated here, then it becomes the
 activation target in the cluster registry. So weights that cannot be loaded fail on one replica
@@ -24,10 +24,10 @@ from service.cluster.registry import (
 )
 from service.config.settings import WeightsSettings
 from service.errors import VersionConflict
-from service.state_changes import StateChanges
-from service.versions import Versions
+from service.uncancellable_tasks import StateChanges
 from service.weights.activation import Activation
 from service.weights.replication.reconciler import Reconciler
+from service.weights_versions import Versions
 
 POLL_SECONDS = 0.1
 

@@ -1,4 +1,4 @@
-"""Downloads of weights versions from shared directories, or from replicas that hold their files.
+"""Downloads of weights versions from other replicas or shared directories.
 
 Files are handled as uploads: streamed to disk, hashed, compared with the manifest's digest and
 checked against the model. The version is then staged, or its files are deleted. The source
@@ -24,9 +24,9 @@ from service.config.settings import WeightsSettings
 from service.errors import DigestMismatch, ServiceError, VersionConflict, WeightsRefused
 from service.http.params import label
 from service.observability.metrics import WeightMetrics
-from service.versions import Version, Versions
 from service.weights.replication.manifests import CHANGED_FILES, digest_header, same_files
 from service.weights.stager import IncomingFile, WeightStager
+from service.weights_versions import Version, Versions
 
 CONNECT_TIMEOUT_SECONDS = 5.0
 READ_TIMEOUT_SECONDS = 30.0

@@ -1,4 +1,4 @@
-"""Manifests of weights versions in the cluster registry, and comparison with local versions."""
+"""Manifests (file lists with digests) of published weights versions: creation and comparison."""
 
 import asyncio
 import base64
@@ -7,7 +7,7 @@ from pathlib import Path
 from coppice.weights.checkpoint_files import INDEX
 from service.checkpoint_store import sha256_of
 from service.cluster.registry import ClusterView, Manifest, ManifestFile
-from service.versions import Version
+from service.weights_versions import Version
 
 CHANGED_FILES = "the files differ from the published ones"
 DELTA = "delta.safetensors"

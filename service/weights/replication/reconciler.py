@@ -22,7 +22,6 @@ from service.cluster.registry import (
 )
 from service.cluster.replica_status import ReplicaStatus
 from service.errors import ServiceError, VersionConflict
-from service.versions import Version, Versions
 from service.weights.activation import Activation
 from service.weights.replication.announcer import Announcer
 from service.weights.replication.downloads import Downloads, fetch_failed
@@ -32,6 +31,7 @@ from service.weights.replication.manifests import (
     was_withdrawn,
 )
 from service.weights.stager import WeightStager
+from service.weights_versions import Version, Versions
 
 POLL_SECONDS = 0.2
 ERROR_PAUSE_SECONDS = 1.0

@@ -1,9 +1,9 @@
-"""Weights version of every replica, and counts of replicas that lag behind or have failed."""
+"""Weights version of each replica, and counts of lagging and failed replicas."""
 
 from coppice.wire.weights import ReplicaWeights, VersionsAnswer
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import Replica
-from service.versions import Versions
+from service.weights_versions import Versions
 
 
 class ReplicationStatus:

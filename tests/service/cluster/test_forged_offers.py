@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from service.cluster.in_memory import InMemoryRegistry
+from service.cluster.in_memory_registry import InMemoryRegistry
 from tests.service.cluster.test_handoff import (
     LONG,
     PROMPT,

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from coppice import AsyncRollouts
-from service.cluster.in_memory import InMemoryRegistry
+from service.cluster.in_memory_registry import InMemoryRegistry
 from service.cluster.registry import RegistryUnavailable
 from tests.cluster import fleet
 from tests.fake_engine import FakeEngine

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from service.cluster.in_memory import InMemoryRegistry
+from service.cluster.in_memory_registry import InMemoryRegistry
 from service.cluster.registry import Replica
 from tests.service.cluster.test_handoff import (
     LONG,

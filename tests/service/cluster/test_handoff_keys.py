@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from service.cluster.in_memory import InMemoryRegistry
+from service.cluster.in_memory_registry import InMemoryRegistry
 from service.cluster.membership import ClusterMembership
 from tests.service.cluster.test_handoff import (
     ASYNC,

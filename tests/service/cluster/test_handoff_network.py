@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from service.cluster.in_memory import InMemoryRegistry
+from service.cluster.in_memory_registry import InMemoryRegistry
 from tests.cluster import fleet, sees
 from tests.fake_engine import FakeEngine
 from tests.ports import free_port

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from coppice.wire.columns.token_columns import TokenColumns, TokenLists
-from service.cluster.in_memory import InMemoryRegistry
+from service.cluster.in_memory_registry import InMemoryRegistry
 from service.cluster.registry import RegistryUnavailable, Replica
 from service.config.allowed_peers import Peers
 from service.handoff.rollouts import Results, RunningRollouts

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from service.cluster.idempotency_claim import IdempotencyClaim
-from service.cluster.in_memory import InMemoryRegistry
+from service.cluster.in_memory_registry import InMemoryRegistry
 from service.cluster.registry import RegistryUnavailable, Replica
 from tests.service.cluster.test_handoff import (
     ASYNC,

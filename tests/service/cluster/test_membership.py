@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from service.cluster.idempotency_claim import IdempotencyClaim
 from service.cluster.idempotency_keys import IdempotencyKeys
-from service.cluster.in_memory import InMemoryRegistry
+from service.cluster.in_memory_registry import InMemoryRegistry
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import ClusterView, RegistryUnavailable, Replica
 from service.config.cluster import ClusterSettings

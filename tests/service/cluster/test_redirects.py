@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from service.cluster.in_memory import InMemoryRegistry
+from service.cluster.in_memory_registry import InMemoryRegistry
 from service.cluster.registry import new_handle_id, new_replica_id, new_rollout_id
 from tests.cluster import fleet, replica
 from tests.fake_engine import FakeEngine

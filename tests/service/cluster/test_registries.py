@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from service.cluster.in_memory import InMemoryRegistry
+from service.cluster.in_memory_registry import InMemoryRegistry
 from service.cluster.redis_registry import RedisRegistry
 from service.cluster.registry import (
     ActivationTarget,

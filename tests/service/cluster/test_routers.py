@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from service.cluster.in_memory import InMemoryRegistry
+from service.cluster.in_memory_registry import InMemoryRegistry
 from tests.cluster import replica, sees
 from tests.compat.programs import install
 from tests.fake_engine import FakeEngine

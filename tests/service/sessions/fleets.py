@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from service.cluster.in_memory import InMemoryRegistry
+from service.cluster.in_memory_registry import InMemoryRegistry
 from tests.cluster import fleet
 from tests.fake_engine import FakeEngine
 from tests.service.cluster.test_handoff import see_each_other

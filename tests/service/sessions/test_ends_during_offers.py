@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from coppice.wire.sessions import SessionFinishRequest
-from service.cluster.in_memory import InMemoryRegistry
+from service.cluster.in_memory_registry import InMemoryRegistry
 from tests.service.cluster.test_handoff import see_each_other
 from tests.service.cluster.test_handoff_faults import peer
 from tests.service.sessions.agents import HELLO

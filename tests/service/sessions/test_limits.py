@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from engine.types.chat import ChatRequest, ChatResponse
-from service.cluster.in_memory import InMemoryRegistry
+from service.cluster.in_memory_registry import InMemoryRegistry
 from service.sessions.history import Conversations
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import bearer, write_keys

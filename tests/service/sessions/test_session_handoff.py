@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from service.cluster.idempotency_claim import move_key
-from service.cluster.in_memory import InMemoryRegistry
+from service.cluster.in_memory_registry import InMemoryRegistry
 from service.cluster.registry import ClusterView, Replica
 from tests.cluster import replica
 from tests.fake_engine import FakeEngine

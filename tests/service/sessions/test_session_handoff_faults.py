@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from coppice.wire.sessions import SessionFinishRequest
-from service.cluster.in_memory import InMemoryRegistry
+from service.cluster.in_memory_registry import InMemoryRegistry
 from service.errors import Draining
 from tests.fake_engine import FakeEngine
 from tests.service.cluster.test_handoff import see_each_other

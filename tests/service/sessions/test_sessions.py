@@ -10,7 +10,7 @@ import pytest
 from coppice.session_rows import trl_output
 from coppice.sessions import session_result_of
 from coppice.wire.sessions import SessionAnswer
-from service.sessions.recording import CallRecorder
+from service.sessions.call_recorder import CallRecorder
 from tests.fake_engine import FakeEngine, Running
 from tests.service.sessions.agents import HELLO, tokens, training
 

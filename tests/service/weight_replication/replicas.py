@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 from safetensors.numpy import save
 
-from service.cluster.in_memory import InMemoryRegistry
+from service.cluster.in_memory_registry import InMemoryRegistry
 from service.cluster.registry import (
     ActivationTarget,
     ClusterView,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import LoadFailed
-from service.cluster.in_memory import InMemoryRegistry
+from service.cluster.in_memory_registry import InMemoryRegistry
 from service.cluster.registry import (
     ActivationTarget,
     ClusterView,

@@ -12,8 +12,8 @@ from service.cluster.replica_status import ReplicaStatus
 from service.config.cluster import ClusterSettings
 from service.observability.metrics import ClusterMetrics
 from service.readiness import Readiness
-from service.versions import Version, Versions, first_version
 from service.weights.replication.announcer import Announcer
+from service.weights_versions import Version, Versions, first_version
 from tests.fake_engine import FakeEngine
 from tests.service.weight_replication.replicas import Faulty
 

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import save
 
 from service.checkpoint_store import WRITE_BYTES
-from service.cluster.in_memory import InMemoryRegistry
+from service.cluster.in_memory_registry import InMemoryRegistry
 from service.cluster.registry import Manifest, ManifestFile
 from service.weights.replication.downloads import DownloadFailed, _chunks
 from service.weights.replication.manifests import same_files

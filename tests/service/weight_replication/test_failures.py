@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import EngineDead, LoadFailed
-from service.cluster.in_memory import InMemoryRegistry
+from service.cluster.in_memory_registry import InMemoryRegistry
 from service.cluster.registry import Replica
 from service.errors import VersionConflict
 from service.weights.replication.downloads import READ_TIMEOUT_SECONDS

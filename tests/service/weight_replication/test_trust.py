@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from service.cluster.in_memory import InMemoryRegistry
+from service.cluster.in_memory_registry import InMemoryRegistry
 from service.cluster.registry import ActivationTarget, Manifest, ManifestFile, Replica
 from tests.cluster import replica
 from tests.fake_engine import FakeEngine

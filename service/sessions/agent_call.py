@@ -1,4 +1,4 @@
-"""One call of an agent: rendering of its prompt, and its rollout with the session's parameters."""
+"""One call of an agent in a session: renders its prompt and starts its rollout."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -12,9 +12,9 @@ from service.rollouts.kept_kv import session_chain
 from service.rollouts.request import NewGroup, NewRollout
 from service.rollouts.rollout import Rollout
 from service.rollouts.trees.segment import Attachment
+from service.sessions.call_recorder import CallRecorder, CallServices, ParseSample
 from service.sessions.history import TextMatch
 from service.sessions.prompts import chat_prompt, continued_text
-from service.sessions.recording import CallRecorder, CallServices, ParseSample
 from service.sessions.sampling import limited, merge_sampling
 from service.sessions.session import RunningCall, Session
 

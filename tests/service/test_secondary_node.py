@@ -13,7 +13,7 @@ from engine.errors import EngineDead, StartFailed
 from engine.types.info import EngineHealth, EngineStage, StartPhase
 from service.config.settings import Settings
 from service.http.serve import open_listener
-from service.node import create_node_app, run_node
+from service.secondary_node import create_node_app, run_node
 
 REASON = "machine 0 has ended"
 
@@ -123,6 +123,6 @@ def test_wait_for_machine_0_lasts_as_long_as_its_stop_may_take(
             return REASON
 
     settings = Settings.model_validate({"server": {"drain_seconds": 60, "stop_seconds": 40}})
-    with listener() as opened, caplog.at_level("INFO", "service.node"):
+    with listener() as opened, caplog.at_level("INFO", "service.secondary_node"):
         run_node(Signalled(), settings, opened)
     assert "waiting for the end of machine 0, for up to 100 s" in caplog.text

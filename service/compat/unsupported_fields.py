@@ -1,4 +1,4 @@
-"""Request fields of vLLM, SGLang and OpenAI that the routes do not serve, in one table.
+"""Tables of the request fields of other servers' APIs that are refused or ignored.
 
 The routes are allow-lists. A field is served if the body model of its route has it. Any other field
 is in one of the tables below: a refused field would change the samples or the answer, and a neutral

@@ -1,4 +1,4 @@
-"""State changes, which run to completion even if the calling task is cancelled."""
+"""Runner of state changes that finish even if the calling task is cancelled."""
 
 import asyncio
 from collections.abc import Coroutine

@@ -1,4 +1,4 @@
-"""`coppice serve` on a machine other than the first of an engine: its ranks, and the probes.
+"""`coppice serve` on machines 1, 2, .. of a multi-machine engine: runs ranks and health probes.
 
 The routes are a part of the contract's: /startupz, /readyz and /livez. The first signal waits
 until machine 0 has drained and ended, for at most the time that both may take. The second signal

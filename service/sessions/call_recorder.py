@@ -1,4 +1,4 @@
-"""Record of an agent's call: its samples in the session's tree, its turns, and its responses.
+"""Recorder of an agent's call: adds its samples to the session's tree and history.
 
 A response is recorded as the agent has received it, so that the prompt that continues it is found.
 """

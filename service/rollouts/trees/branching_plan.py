@@ -1,4 +1,4 @@
-"""Geometry of a rollout tree: where its paths are cut, and into how many children they split.
+"""Branching plan of a rollout tree: the token positions of its forks, and their children.
 
 Lengths are those of whole paths, prompt included, unless named response lengths.
 """

@@ -1,4 +1,4 @@
-"""Table of weights versions: states, active version, and `WeightsConstraint` checks.
+"""Table of weights versions and their states, and checks of `WeightsConstraint`.
 
 A version has its publisher's label and an integer sequence number, which orders versions
 identically on every replica. Exactly one version is active. The table accesses no files and no

@@ -1,4 +1,4 @@
-"""Paths of a rollout tree, which are sampled and become its segments.
+"""Growth of a rollout tree: runs each path as an engine request and adds it as a segment.
 
 Every path is one engine request whose prompt is the group's prompt plus the segments above it. A
 fork prefills only the part of this that is not cached, which is one token.
@@ -20,7 +20,7 @@ from engine.types.kv import ExportSlot
 from engine.types.samples import Completion, SampleRequest
 from service.rollouts.groups.group import Group, OnPart
 from service.rollouts.groups.options import GroupOptions, derive_seed
-from service.rollouts.trees.plan import Plan
+from service.rollouts.trees.branching_plan import Plan
 from service.rollouts.trees.running_path import Budget, Path, PathBounds, path_tokens
 from service.rollouts.trees.segment import Segment
 from service.rollouts.trees.token_tree import TokenTree

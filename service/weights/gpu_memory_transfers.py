@@ -1,4 +1,4 @@
-"""Activation of weights that a trainer on the same host hands over in GPU memory.
+"""Activation of weights that a trainer on the same host passes in GPU memory by CUDA IPC.
 
 The engine opens the tensors while the publisher waits for the answer: later it may change them. So
 such a version is staged and activated by one call.
@@ -9,10 +9,10 @@ import asyncio
 from coppice.wire.cuda_ipc_weights import TransferRequest
 from coppice.wire.weights import ActivationAnswer
 from engine.weights.ipc_tensors import WeightTransfer
-from service.state_changes import StateChanges
-from service.versions import Versions
+from service.uncancellable_tasks import StateChanges
 from service.weights.activation import Activation
 from service.weights.stager import WeightStager
+from service.weights_versions import Versions
 
 
 class WeightTransfers:

@@ -1,4 +1,4 @@
-"""Limit of the process's open files, which bounds the number of connections."""
+"""Limit of open files: raises it at start, and derives the maximum number of connections."""
 
 import resource
 
