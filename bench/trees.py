@@ -20,7 +20,7 @@ from bench.harness.paired_runs import Pairs, alternate
 from bench.harness.record import Record, Row, add_out
 from coppice import AsyncRollouts, Branching
 from coppice.credit import effective_leaves
-from coppice.results import RolloutResult
+from coppice.rollout_results import RolloutResult
 from engine.attention.settings import AttentionSettings, SharedPrefixMode
 from engine.settings import EngineSettings
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from coppice.results import Segment, Tree
+from coppice.rollout_results import Segment, Tree
 
 Fusion = Literal["mean", "probability"]
 Scheme = Literal["depthwise", "parent_delta", "ancestor_mean", "leaf_grpo"]

@@ -1,4 +1,4 @@
-"""Exceptions of the client: for failures of transport, and for the problems of the server.
+"""Exceptions that the client raises: transport failures and errors reported by the server.
 
 Arguments that are invalid before anything is sent raise TypeError or ValueError. Every error can
 be pickled, because trainers raise them across processes. No error message contains an API key.

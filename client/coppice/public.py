@@ -1,4 +1,4 @@
-"""Public names of the client, which `coppice` imports when one of them is first used."""
+"""All public names of package `coppice`, which imports them lazily."""
 
 from coppice.client import AsyncRollouts, Pending, Rollouts, Sessions
 from coppice.credit import (
@@ -55,8 +55,8 @@ from coppice.prompt_kv.gpu_kv import GpuKvReader, GpuPromptKV
 from coppice.prompt_kv.prompt_kv import PromptKV
 from coppice.prompt_kv.server_kv_source import KvSource
 from coppice.prompts import PromptLike
-from coppice.results import Group, RolloutResult, Sample, Segment, Tree
-from coppice.sessions import AgentSession, SessionGroup, SessionResult
+from coppice.rollout_results import Group, RolloutResult, Sample, Segment, Tree
+from coppice.session_results import AgentSession, SessionGroup, SessionResult
 from coppice.transport.retry import Retry
 from coppice.tree_figure import plot_tree
 from coppice.weights.gpu_weights import GpuWeights
@@ -64,8 +64,7 @@ from coppice.wire.branching import Branching, BranchRequest, Entropy
 from coppice.wire.chat import Message, ParsedMessage, ParsedToolCall, Tool, ToolFunction
 from coppice.wire.columns.kv_version_spans import ChainKeepKv, KeepKv, KvVersionSpan
 from coppice.wire.columns.support import Support
-from coppice.wire.columns.versions import VersionSpan
-from coppice.wire.kv import Kv, KvHandle, KvLayout, KvLocator
+from coppice.wire.columns.weights_version_spans import VersionSpan
 from coppice.wire.kv_reuse import KvReuse, KvReuseAnswer
 from coppice.wire.packed.results import (
     EndRecord,
@@ -80,6 +79,7 @@ from coppice.wire.packed.results import (
 )
 from coppice.wire.pause import PauseAnswer, SleepAnswer
 from coppice.wire.problem_catalogue import Problem
+from coppice.wire.prompt_kv import Kv, KvHandle, KvLayout, KvLocator
 from coppice.wire.rollouts import (
     Finish,
     GroupRequest,

@@ -1,15 +1,15 @@
-"""Keyword arguments of the client's rollout methods; defaults are those of the wire format."""
+"""Keyword arguments of the client's rollout methods, and their conversion to a request."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
 from coppice.prompts import PromptLike, groups_of
-from coppice.results import Sample
+from coppice.rollout_results import Sample
 from coppice.wire.branching import Branching
 from coppice.wire.columns.kv_version_spans import ChainKeepKv
 from coppice.wire.columns.token_columns import TokenFields
-from coppice.wire.kv import Kv
 from coppice.wire.kv_reuse import KvReuse
+from coppice.wire.prompt_kv import Kv
 from coppice.wire.rollouts import (
     ContinueFrom,
     Finish,

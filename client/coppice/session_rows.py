@@ -1,4 +1,4 @@
-"""Paths of a session's trees as rows of tokens, in the forms of verl, prime-rl, rLLM and TRL.
+"""Token rows of an agent session for verl, prime-rl, rLLM and TRL, one per root-to-leaf path.
 
 A row is the path from the root of a tree to one leaf. Its methods return the fields of verl,
 prime-rl and rLLM; `trl_output` returns those of TRL. None of these packages is imported.
@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coppice.results import Group, Segment, Tree
-from coppice.sessions import SessionResult, hidden_ends
+from coppice.rollout_results import Group, Segment, Tree
+from coppice.session_results import SessionResult, hidden_ends
 from coppice.wire.columns.kv_version_spans import KvVersionSpan
 from coppice.wire.columns.support import ALL, Support
 from coppice.wire.columns.token_columns import TokenColumns
-from coppice.wire.columns.versions import VersionSpan
+from coppice.wire.columns.weights_version_spans import VersionSpan
 
 
 # NumPy's == is elementwise, so rows compare by identity.

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from coppice.credit import Rewards, segment_rewards
-from coppice.results import Segment, Tree
+from coppice.rollout_results import Segment, Tree
 
 ROW_INCHES, LEAST_INCHES, WIDTH_INCHES = 0.42, 2.0, 9.0
 ENTROPY_ROWS = 0.42

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from openai import AsyncOpenAI
 
 from coppice import AsyncRollouts, SessionResult
-from coppice.sessions import AgentSession
+from coppice.session_results import AgentSession
 from examples.agent_training.agent import solve
 from examples.seedling import arithmetic
 from examples.seedling.arithmetic import Problem

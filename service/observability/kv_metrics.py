@@ -4,8 +4,8 @@ from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry
 
-from coppice.wire.kv import KvReason
 from coppice.wire.kv_reuse import KvReuseAnswer, KvReuseMode, KvReuseReason
+from coppice.wire.prompt_kv import KvReason
 from coppice.wire.rollouts import GroupAnswer
 from coppice.wire.status import KvStatus
 from service.observability.metric_declaration import MetricTable, counter, cumulative_counter, gauge

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from coppice.wire.columns.token_columns import TokenLists
-from coppice.wire.columns.versions import VersionSpan, cut_spans, joined_spans
+from coppice.wire.columns.weights_version_spans import VersionSpan, cut_spans, joined_spans
 from coppice.wire.packed.results import (
     EndRecord,
     ProgressRecord,

@@ -7,8 +7,8 @@ from typing import NamedTuple, Self
 from coppice.wire.branching import Branching
 from coppice.wire.chat import Message
 from coppice.wire.columns.kv_version_spans import ChainKeepKv
-from coppice.wire.kv import Kv
 from coppice.wire.kv_reuse import KvReuse
+from coppice.wire.prompt_kv import Kv
 from coppice.wire.rollouts import (
     ContinueFrom,
     Finish,

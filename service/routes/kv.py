@@ -2,7 +2,7 @@
 
 from fastapi import APIRouter, Request, Response
 
-from coppice.wire.kv import KvLease, KvLeaseAnswer
+from coppice.wire.prompt_kv import KvLease, KvLeaseAnswer
 from service.auth.access import Caller, requires_role
 from service.errors import (
     ClusterUnavailable,

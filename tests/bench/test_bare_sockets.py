@@ -6,7 +6,7 @@ import numpy as np
 
 from bench.harness.bare_sockets import bare_sender, read_once
 from coppice import KvHandle
-from coppice.wire.kv import KvLocator
+from coppice.wire.prompt_kv import KvLocator
 
 NUM_BYTES = 3 * 2**20 + 17
 

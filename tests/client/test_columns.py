@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from pydantic import BaseModel
 from safetensors.numpy import load, save
 
-from coppice.results import result_of, result_of_packed, sample_of
 from coppice.rollout_options import to_continue_from
+from coppice.rollout_results import result_of, result_of_packed, sample_of
 from coppice.wire.columns.kinds import Experts, KvSpans, Values
 from coppice.wire.columns.kv_version_spans import KvVersionSpan
 from coppice.wire.columns.logprobs import TokenLogprobs
@@ -30,7 +30,7 @@ from coppice.wire.columns.token_columns import (
     column_bytes,
     columns_of,
 )
-from coppice.wire.columns.versions import VersionSpan
+from coppice.wire.columns.weights_version_spans import VersionSpan
 from coppice.wire.packed.results import pack, parts_of, unpack
 from coppice.wire.rollouts import (
     GroupAnswer,

@@ -16,7 +16,7 @@ from coppice import Kv, KvHandle, KvLost, KvSource, KvUnavailable, PromptKV, Rol
 from coppice.errors import BadAnswer
 from coppice.prompt_kv.file_layout import layout_of
 from coppice.prompt_kv.http_client import Download
-from coppice.wire.kv import KvLocator
+from coppice.wire.prompt_kv import KvLocator
 from tests.fake_engine import FakeEngine
 from tests.fake_export import fake_kv
 from tests.serving_thread import serving_in_thread

@@ -10,10 +10,10 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
 from coppice import SessionResult
+from coppice.session_results import session_result_of
 from coppice.session_rows import SessionRow, session_rows, trl_output
-from coppice.sessions import session_result_of
 from coppice.wire.columns.support import support_answer
-from coppice.wire.columns.versions import VersionSpan
+from coppice.wire.columns.weights_version_spans import VersionSpan
 from coppice.wire.rollouts import GroupAnswer, SegmentAnswer, SegmentFinish
 from coppice.wire.sessions import SessionAnswer, SessionUsage, Turn
 from engine.sampling.support_encoding import encode_mask

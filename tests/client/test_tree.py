@@ -9,9 +9,8 @@ import pytest
 from coppice import Branching, InvalidRequest, Retry, TreeClosed
 from coppice.errors import BadAnswer
 from coppice.operations.record_stream import Collector
-from coppice.results import result_of, result_of_packed, tree_of
-from coppice.wire.columns.versions import VersionSpan
-from coppice.wire.kv import KvHandle
+from coppice.rollout_results import result_of, result_of_packed, tree_of
+from coppice.wire.columns.weights_version_spans import VersionSpan
 from coppice.wire.packed.results import (
     EndRecord,
     GroupRecord,
@@ -22,6 +21,7 @@ from coppice.wire.packed.results import (
     pack,
     unpack,
 )
+from coppice.wire.prompt_kv import KvHandle
 from coppice.wire.rollouts import (
     BranchAnswer,
     DropAnswer,

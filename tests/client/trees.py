@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from coppice import Segment, Tree, VersionSpan
-from coppice.results import tree_of
+from coppice.rollout_results import tree_of
 
 SHAPE: Mapping[str, tuple[str | None, int]] = {
     "a": (None, 4),

@@ -16,10 +16,10 @@ from coppice.wire import (
     chat,
     cuda_ipc_weights,
     handoff,
-    kv,
     kv_reuse,
     pause,
     problem_catalogue,
+    prompt_kv,
     rollouts,
     sampling,
     score,
@@ -28,7 +28,13 @@ from coppice.wire import (
     weights,
 )
 from coppice.wire.base import RequestModel
-from coppice.wire.columns import kv_version_spans, logprobs, routed_experts, support, versions
+from coppice.wire.columns import (
+    kv_version_spans,
+    logprobs,
+    routed_experts,
+    support,
+    weights_version_spans,
+)
 from coppice.wire.packed import results
 from tests.contract.document import Node, resolved
 
@@ -38,7 +44,7 @@ MODULES: tuple[ModuleType, ...] = (
     pause,
     status,
     handoff,
-    kv,
+    prompt_kv,
     problem_catalogue,
     results,
     kv_reuse,
@@ -50,7 +56,7 @@ MODULES: tuple[ModuleType, ...] = (
     score,
     sessions,
     support,
-    versions,
+    weights_version_spans,
     cuda_ipc_weights,
     weights,
 )

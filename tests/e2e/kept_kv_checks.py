@@ -11,7 +11,7 @@ import httpx
 import torch
 
 from coppice import Branching, ChainKeepKv, Kv, KvVersionSpan
-from coppice.results import RolloutResult
+from coppice.rollout_results import RolloutResult
 from coppice.wire.columns.kv_version_spans import ActivationKv
 from tests.e2e.prompt_kv_checks import assert_all_match_model
 from tests.e2e.scene import Scene

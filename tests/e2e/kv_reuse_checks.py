@@ -9,7 +9,7 @@ import torch
 from bench.harness.hf_kv_prediction import HfPredictor
 from bench.harness.hf_splice import HfAssembler
 from coppice import AsyncRollouts, Kv, KvReuse
-from coppice.results import RolloutResult
+from coppice.rollout_results import RolloutResult
 from coppice.wire.rollouts import PromptSpan
 from service.kv.spans.prompt_template import joined
 from tests.e2e.prompt_kv_checks import assert_all_match_model

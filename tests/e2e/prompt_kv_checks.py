@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from coppice import AsyncRollouts, Kv, KvSource, PromptKV
-from coppice.results import Group
+from coppice.rollout_results import Group
 from tests.serving import Served
 
 # Two float32 implementations; a wrong position or version differs by whole units.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from coppice import AsyncRollouts
-from coppice.results import RolloutResult
+from coppice.rollout_results import RolloutResult
 from engine.attention.settings import AttentionSettings
 from engine.settings import EngineSettings
 from engine.speculation.settings import SpeculationSettings

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 from coppice import Branching, Kv, SampleRecord, WeightsConstraint
-from coppice.results import RolloutResult
+from coppice.rollout_results import RolloutResult
 from engine.speculation.settings import SpeculationSettings
 from engine.types.feature_stats import SharedPrefixStats
 from tests.e2e.broken_files import broken_files

@@ -16,7 +16,7 @@ from mcp.server.mcpserver import MCPServer
 from openai import AsyncOpenAI
 
 from coppice import AsyncRollouts
-from coppice.sessions import AgentSession, SessionResult
+from coppice.session_results import AgentSession, SessionResult
 from coppice.train import (
     LogitAdjustments,
     RowLogprobs,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from coppice.prompt_kv import gpu_kv
-from coppice.wire.kv import KvGpuMemory
+from coppice.wire.prompt_kv import KvGpuMemory
 from coppice.wire.rollouts import PromptSpan
 from engine.kv_transfer.cache_layout import CacheLayout
 from engine.kv_transfer.worker.mapped_arena import Arenas, SlotTarget

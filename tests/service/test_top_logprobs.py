@@ -8,7 +8,7 @@ import httpx
 import numpy as np
 import pytest
 
-from coppice.results import result_of, result_of_packed
+from coppice.rollout_results import result_of, result_of_packed
 from coppice.wire.columns.logprobs import TokenLogprobs
 from coppice.wire.columns.routed_experts import RoutedExperts
 from coppice.wire.packed.requests import PACKED_MEDIA_TYPE

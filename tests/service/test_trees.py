@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from coppice import AsyncRollouts, Branching
-from coppice.results import result_of_packed
+from coppice.rollout_results import result_of_packed
 from coppice.wire.packed.requests import PACKED_MEDIA_TYPE
 from coppice.wire.packed.results import unpack
 from tests.fake_engine import FakeEngine

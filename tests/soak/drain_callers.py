@@ -12,7 +12,7 @@ import httpx
 from coppice import AsyncRollouts, Branching, CoppiceError, Kv, Retry
 from coppice.operations.sessions import SessionOptions
 from coppice.rollout_options import RolloutOptions, rollout_request
-from coppice.sessions import AgentSession
+from coppice.session_results import AgentSession
 from coppice.wire.packed.results import SampleRecord, SegmentRecord, TokensRecord
 from tests.soak.cluster_model import FleetModel, TokenReport
 

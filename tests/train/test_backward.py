@@ -12,7 +12,7 @@ from coppice.train import (
     group_logprobs,
     grouped_backward,
 )
-from coppice.train.attention.models import attending
+from coppice.train.attention.huggingface_models import attending
 from coppice.train.group_logprobs import no_grad_layers, response_logprobs
 from tests.train.models import Gradients, error, gradients, random_group, random_loss, tiny_model
 from tests.train.naive import naive_backward

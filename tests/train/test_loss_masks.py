@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coppice.results import Tree
+from coppice.rollout_results import Tree
 from coppice.train import (
     LogitAdjustments,
     Schedule,

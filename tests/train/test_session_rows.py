@@ -8,7 +8,7 @@ import torch
 from openai import OpenAI
 
 from coppice import Rollouts, SessionResult
-from coppice.results import Group
+from coppice.rollout_results import Group
 from coppice.session_rows import SessionRow, session_rows
 from coppice.train import RowLogprobs, TrainingTree, grouped_backward
 from tests.fake_engine import VOCAB_SIZE, FakeEngine

@@ -23,7 +23,7 @@ from coppice.train import (
     session_trees,
 )
 from coppice.train.session_trees import Baseline
-from coppice.wire.columns.versions import VersionSpan
+from coppice.wire.columns.weights_version_spans import VersionSpan
 from coppice.wire.rollouts import SegmentFinish
 from coppice.wire.sessions import SessionUsage, Turn
 from tests.fake_engine import VOCAB_SIZE, FakeEngine

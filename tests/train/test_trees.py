@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from coppice.results import Group, Segment, Tree
+from coppice.rollout_results import Group, Segment, Tree
 from coppice.train import (
     RowLogprobs,
     Schedule,

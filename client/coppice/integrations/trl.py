@@ -21,8 +21,8 @@ from typing import Any
 from coppice.client import Rollouts
 from coppice.errors import Incomplete, Unsupported
 from coppice.integrations.weights_version_labels import LabelGenerator
-from coppice.results import Group, Sample
 from coppice.rollout_options import RolloutOptions
+from coppice.rollout_results import Group, Sample
 from coppice.wire.columns.support import Support
 from coppice.wire.rollouts import WeightsConstraint
 

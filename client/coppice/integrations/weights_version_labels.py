@@ -1,4 +1,4 @@
-"""Labels of weights versions that are unique across runs, and parsing of the step from a label."""
+"""Generator of unique names of weights versions from trainer steps, and parser of the step."""
 
 import itertools
 import re

@@ -1,4 +1,4 @@
-"""Client operation that activates weights in GPU memory, which the server opens by CUDA IPC."""
+"""Client operation that activates weights directly from a trainer's GPU memory on the same host."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,4 +1,4 @@
-"""Client operations on the draft model: status, download and upload."""
+"""Client operations on the draft model of speculative decoding: status, download and upload."""
 
 from os import PathLike
 from pathlib import Path

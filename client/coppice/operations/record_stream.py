@@ -1,4 +1,4 @@
-"""Client side of a rollout's record stream: parsing, deduplication on reconnect, collection."""
+"""Reader of streamed rollouts (NDJSON): parsing, reconnects without duplicates, final result."""
 
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterator
@@ -8,11 +8,19 @@ from dataclasses import replace
 from pydantic import ValidationError
 
 from coppice.errors import BadAnswer, CoppiceError, RolloutLost, StreamBroken, error_of
-from coppice.results import Group, RolloutResult, Sample, Segment, group_of, sample_of, segment_of
+from coppice.rollout_results import (
+    Group,
+    RolloutResult,
+    Sample,
+    Segment,
+    group_of,
+    sample_of,
+    segment_of,
+)
 from coppice.transport.driver import Driver
 from coppice.transport.messages import HttpRequest
 from coppice.transport.retry import RequestSender
-from coppice.wire.columns.versions import cut_spans
+from coppice.wire.columns.weights_version_spans import cut_spans
 from coppice.wire.packed.results import (
     RECORD,
     EndRecord,

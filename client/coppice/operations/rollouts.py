@@ -1,4 +1,4 @@
-"""Client operations on rollouts: run, stream, submit, attach, abort, and growth of trees."""
+"""Client operations on rollouts: run, stream, submit, attach, abort; branch or drop in trees."""
 
 import importlib
 import uuid
@@ -12,8 +12,8 @@ from pydantic import BaseModel
 from coppice.errors import BadAnswer, EngineUnavailable, TimedOut
 from coppice.operations.record_stream import NDJSON, Collector, RecordDeduplicator, stream_records
 from coppice.prompts import PromptLike
-from coppice.results import RolloutResult, Segment, result_of, result_of_packed, segment_of
 from coppice.rollout_options import RolloutOptions, rollout_request, session_headers
+from coppice.rollout_results import RolloutResult, Segment, result_of, result_of_packed, segment_of
 from coppice.transport.messages import HttpRequest, HttpResponse, json_request
 from coppice.transport.retry import RequestSender
 from coppice.wire.branching import BranchRequest

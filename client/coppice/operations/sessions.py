@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from coppice.errors import BadAnswer, CoppiceError, ReplicaGone, StreamBroken
 from coppice.operations.record_stream import NDJSON
-from coppice.sessions import AgentSession, SessionGroup, SessionResult, session_result_of
+from coppice.session_results import AgentSession, SessionGroup, SessionResult, session_result_of
 from coppice.transport.messages import HttpRequest, json_request
 from coppice.transport.retry import RequestSender
 from coppice.wire.columns.kv_version_spans import KeepKv

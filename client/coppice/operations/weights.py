@@ -13,7 +13,7 @@ from coppice.errors import (
     BaseUnavailable,
     WeightsRefused,
 )
-from coppice.operations.weight_streams import WeightUploads
+from coppice.operations.weight_uploads import WeightUploads
 from coppice.transport.messages import (
     HttpRequest,
     file_request,

@@ -1,4 +1,4 @@
-"""Boot id of this host, by which a server recognizes readers that share its GPUs."""
+"""Boot id of this host, which tells a server whether a client runs on the same machine."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Layout of a prompt-KV file, parsed from its safetensors header.
+"""Parser of the header of a prompt-KV file: byte range and shape of each layer's tensors.
 
 The server may be faulty or hostile, so the header is not trusted: the tensors must follow each
 other without gaps, and keys and values of a layer must have the same shape.
@@ -12,7 +12,7 @@ from pydantic_core import from_json
 
 from coppice.errors import BadAnswer
 from coppice.safetensors_io import LENGTH_BYTES, TensorEntry, head_bytes, parse_header
-from coppice.wire.kv import KvHandle
+from coppice.wire.prompt_kv import KvHandle
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 _DTYPES: Mapping[str, Dtype] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}

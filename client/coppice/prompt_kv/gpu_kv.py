@@ -1,4 +1,4 @@
-"""Prompt KV on a trainer's GPU, copied from the GPU memory of a server's workers.
+"""Reader that copies prompt KV from the server's GPU memory to the trainer's GPU by CUDA IPC.
 
 A process on the server's host opens that memory by CUDA IPC. The server neither sees such a read
 nor waits for it. So the lease is renewed first, and a copy that ends after the lease is discarded.
@@ -15,7 +15,7 @@ from typing import Any
 from coppice.errors import BadAnswer, CoppiceError, KvLost
 from coppice.prompt_kv.boot_id import read_boot_id
 from coppice.prompt_kv.server_kv_source import KvSource, LeasedKv
-from coppice.wire.kv import KvGpu, KvGpuMemory, KvHandle, KvLayout, KvLocator
+from coppice.wire.prompt_kv import KvGpu, KvGpuMemory, KvHandle, KvLayout, KvLocator
 
 TRANSPORT = "cuda_ipc"
 

@@ -1,4 +1,4 @@
-"""HTTP client for prompt KV, based on http.client, which can read into existing memory.
+"""HTTP client that downloads prompt KV directly into preallocated memory, without extra copies.
 
 Other HTTP libraries copy every byte several times, which would dominate the transfer time.
 """

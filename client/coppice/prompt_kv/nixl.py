@@ -19,7 +19,7 @@ import numpy as np
 
 from coppice.errors import BadAnswer, CoppiceError, KvLost
 from coppice.prompt_kv.http_client import KvHttpClient
-from coppice.wire.kv import KvAgent, KvHandle, KvLocator
+from coppice.wire.prompt_kv import KvAgent, KvHandle, KvLocator
 
 MODULES = ("nixl_cu13", "nixl_cu12")
 POLL_SECONDS = 0.0005

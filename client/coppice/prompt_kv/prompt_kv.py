@@ -1,4 +1,4 @@
-"""Prompt KV in this process, fetched from a server or mapped from the server's shared memory."""
+"""Keys and values of a prompt in CPU memory, fetched by shared memory, NIXL or HTTP."""
 
 import math
 import threading
@@ -17,7 +17,7 @@ from coppice.prompt_kv.file_layout import Layout, header_bytes, layout_of, read_
 from coppice.prompt_kv.http_client import Download, DownloadBuffer
 from coppice.prompt_kv.server_kv_source import KvSource, LeasedKv
 from coppice.safetensors_io import LENGTH_BYTES
-from coppice.wire.kv import KvHandle, KvLocator
+from coppice.wire.prompt_kv import KvHandle, KvLocator
 
 PIECE_BYTES = 4 * 2**20
 _NUMPY = {"float32": np.float32, "float16": np.float16}

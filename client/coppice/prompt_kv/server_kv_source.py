@@ -1,4 +1,4 @@
-"""A Coppice server as a source of prompt KV: transports, measured rates, failure counts.
+"""Connection to one server for prompt KV: transports, leases, and choice to fetch or recompute.
 
 Recomputing the prompt is always possible, so failures are not raised to the caller. They are
 counted, and the caller recomputes.
@@ -19,7 +19,7 @@ from coppice.errors import CoppiceError, ProblemError
 from coppice.prompt_kv.http_client import KvHttpClient
 from coppice.prompt_kv.nixl import NixlReader, installed
 from coppice.transport.redirects import RedirectPolicy, parse_address
-from coppice.wire.kv import KvHandle, KvLayout, KvLease, KvLeaseAnswer, KvLocator
+from coppice.wire.prompt_kv import KvHandle, KvLayout, KvLease, KvLeaseAnswer, KvLocator
 
 MOVING_AVERAGE_WEIGHT = 0.3
 ARENA_PREFIX = "coppice-kv-"

@@ -1,4 +1,4 @@
-"""Exact gradient of a group's loss with one prefill of the prompt.
+"""Backward pass of the loss of a prompt's responses, exact with a single prefill of the prompt.
 
 The backwards of the responses accumulate the loss gradient in the weights and in the prompt's keys
 and values, which are leaves of their graphs. A backward through the prompt's forward then
@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from coppice.train.attention.models import attending
+from coppice.train.attention.huggingface_models import attending
 from coppice.train.backward_memory import ModelInfo, get_model_info, graph_fits
 from coppice.train.data_parallel import loss_scale, no_gradient_sync, unwrap_ddp
 from coppice.train.group_logprobs import (

@@ -1,4 +1,4 @@
-"""Model properties and memory estimates, by which the backward pass of a group is scheduled."""
+"""Memory estimates and model properties that decide how a group's backward pass is run."""
 
 from collections.abc import Iterator
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""Rows of a training group: their places in a tree, their targets and their logprobs.
+"""Logprobs of response tokens from logits, and the tree structure of a group's responses.
 
 Shapes: T tokens of some responses without padding, V vocabulary.
 """

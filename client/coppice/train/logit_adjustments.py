@@ -1,4 +1,4 @@
-"""Bias and penalties of a rollout request, applied to a trainer's logits as in sampling.
+"""Logit bias and penalties of a rollout request, applied to the trainer's logits as in sampling.
 
 Shapes: C tokens of a response, V vocabulary, M token ids that have a bias or may have a penalty.
 """

@@ -1,4 +1,4 @@
-"""GRPO loss of the responses of one micro-batch, with advantages and loss normalizers.
+"""GRPO and reverse-KL losses of a micro-batch, with advantages and loss normalizers.
 
 Normalizers are computed over the whole step and fixed before its first micro-batch: the weight of
 every token is known before any forward. The gradient thus does not depend on how the tokens are

@@ -1,4 +1,4 @@
-"""Prompt KV as autograd leaves that accumulate gradients, and the backward through them.
+"""Prompt keys and values as autograd leaf tensors, and backpropagation of their gradients.
 
 Shapes: P covered tokens (the prompt without its last token), K KV heads, D head size.
 """

@@ -1,4 +1,4 @@
-"""Replay of sampled expert routing in mixture-of-experts models of Transformers.
+"""Replay of the engine's expert choices (MoE routing) in a Transformers model under training.
 
 The trainer's router may select other experts than the engine's did: after an update of its weights,
 or by rounding. Its logprobs are then those of another computation. Here each router uses the

@@ -1,4 +1,4 @@
-"""Logprobs under the distribution that tokens were sampled from, with their exact gradient.
+"""Logprobs after bias, temperature and truncation as in sampling, with their exact gradient.
 
 The server samples from the model's logits after four steps, in this order: a bias and penalties
 change some logits, the temperature divides them, and truncation and constraints exclude token ids.

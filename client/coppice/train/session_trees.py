@@ -1,4 +1,4 @@
-"""Training trees of a group of agent sessions, and the advantages of their segments."""
+"""Merging of a group of agent sessions into training trees, with an advantage per segment."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,11 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coppice.results import Group, Segment, Tree
-from coppice.sessions import SessionResult, hidden_ends
+from coppice.rollout_results import Group, Segment, Tree
+from coppice.session_results import SessionResult, hidden_ends
 from coppice.train.logit_adjustments import NO_ADJUSTMENTS, LogitAdjustments
 from coppice.train.training_group import TrainingTree
-from coppice.wire.columns.versions import VersionSpan
+from coppice.wire.columns.weights_version_spans import VersionSpan
 
 Baseline: TypeAlias = Literal["session", "leaf"]
 """Rewards whose mean and standard deviation normalize the rewards of a group of sessions.

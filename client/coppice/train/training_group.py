@@ -1,4 +1,4 @@
-"""Tensors of a prompt with its responses or rollout tree, and of logprobs for a loss function.
+"""Training tensors of a prompt and its responses or tree, and the logprobs given to a loss.
 
 Shapes: T tokens of some responses without padding, G responses of the whole group.
 """
@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from coppice.results import Group, Sample, Segment, Tree
+from coppice.rollout_results import Group, Sample, Segment, Tree
 from coppice.train.logit_adjustments import NO_ADJUSTMENTS, LogitAdjustments
 from coppice.wire.columns.support import Support, joined_support
 

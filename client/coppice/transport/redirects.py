@@ -1,4 +1,4 @@
-"""Server URL, credentials, and the policy for redirects to other servers.
+"""Server address with credentials, and the policy on which redirects to other servers are safe.
 
 A redirect sends the API key and the body to another host. A replica answers 307 with the address of
 the replica that has the requested object. Anyone able to forge this address would receive the API

@@ -1,4 +1,4 @@
-"""Retries of HTTP requests: the policy, the failures of one request, and the sender."""
+"""Retries of HTTP requests: the backoff policy and the sender that applies it."""
 
 import logging
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""Files of a checkpoint: one safetensors file, or several with an index that lists their tensors.
+"""Checkpoint files to upload: found on disk, or made from a state dict as one file or shards.
 
 A checkpoint to upload is found on disk or made from a state dict; one that a server sees, too, is
 identified by its fingerprint.

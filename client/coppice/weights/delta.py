@@ -1,4 +1,4 @@
-"""Delta between two weights files: format, and application to the base file.
+"""Format of weights deltas, and reconstruction of a weights file from a base file and a delta.
 
 A delta is a safetensors file. Its metadata contains the SHA-256 of the base file and of the result,
 which have byte-identical headers. Unchanged tensors are omitted. A changed tensor has an entry with

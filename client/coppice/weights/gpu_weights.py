@@ -1,4 +1,4 @@
-"""Weights in the GPU memory of a trainer, which a server on the same host opens by CUDA IPC.
+"""Export of a trainer's GPU tensors by CUDA IPC, for a server on the same host to load.
 
 torch is imported only when weights are exported: a caller with torch tensors has already imported
 it. The server copies the values into its model while the call runs. PyTorch counts the processes

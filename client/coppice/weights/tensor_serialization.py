@@ -1,4 +1,4 @@
-"""Tensors of state dicts and of files, and their serialization as a safetensors file.
+"""Streaming of state dicts or checkpoints as one safetensors file in chunks, with checksums.
 
 torch is never imported: a caller with torch tensors has already imported it. numpy lacks bfloat16
 and the 8-bit floats, so torch tensors are read as bytes.

@@ -1,4 +1,4 @@
-"""Base types of the wire format: requests reject unknown fields, answers ignore them."""
+"""Base classes and shared field types of all request and answer models of the HTTP API."""
 
 from typing import Annotated, Any
 

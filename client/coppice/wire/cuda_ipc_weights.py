@@ -1,4 +1,4 @@
-"""Wire types of weights in a trainer's GPU memory, which the server opens by CUDA IPC handles.
+"""Request to activate weights from a trainer's GPU memory: tensors as CUDA IPC handles.
 
 Every field has a type of its own. PyTorch's own form of a handle is a pickle, which runs code of
 its sender's choice when it is read.

@@ -1,4 +1,4 @@
-"""States of rollouts and agent sessions, and the offers by which a draining replica sends them.
+"""Wire types by which a draining replica hands unfinished rollouts and sessions to another one.
 
 A state has everything that is needed to go on, wherever it is read. An offer adds its sender.
 """

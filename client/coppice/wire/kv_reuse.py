@@ -1,4 +1,4 @@
-"""Wire types for the reuse of KV of prompt spans at other positions or after other prefixes."""
+"""Wire types for the approximate reuse of cached KV of prompt spans in other prompts."""
 
 from typing import Annotated, Literal, Self
 

@@ -1,4 +1,4 @@
-"""Wire types of pause, resume, sleep and wake: their requests, and the state that they answer."""
+"""Requests and answers of POST /v1/pause, /v1/resume, /v1/sleep and /v1/wake."""
 
 from typing import Annotated, Literal
 

@@ -1,4 +1,4 @@
-"""Wire types of POST /v1/rollouts: groups of prompts, answered by groups of samples."""
+"""Wire types of POST /v1/rollouts: prompts and options, samples and tree segments, token usage."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
@@ -22,8 +22,8 @@ from coppice.wire.columns.kv_version_spans import ChainKeepKv
 from coppice.wire.columns.logprobs import NumTopLogprobs, OptionalPromptLogprobs, PositionTokenIds
 from coppice.wire.columns.routed_experts import OptionalExperts
 from coppice.wire.columns.token_columns import GivenTokenFields, TokenFields
-from coppice.wire.kv import Kv, KvHandle, KvReason
 from coppice.wire.kv_reuse import KvReuse, KvReuseAnswer
+from coppice.wire.prompt_kv import Kv, KvHandle, KvReason
 from coppice.wire.sampling import Sampling
 
 MAX_GROUPS = 4096

@@ -1,4 +1,4 @@
-"""Wire types of /v1/sessions: episodes of agents, answered by the trees of their tokens."""
+"""Wire types of /v1/sessions: agent episodes over a chat API, with their tokens as trees."""
 
 from typing import Annotated, Literal
 

@@ -5,8 +5,8 @@ from typing import Literal
 from pydantic import Field
 
 from coppice.wire.base import AnswerModel
-from coppice.wire.kv import KvReason
 from coppice.wire.pause import SleepTag
+from coppice.wire.prompt_kv import KvReason
 
 Stage = Literal["starting", "serving", "activating", "sleeping", "stopping", "dead"]
 

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from coppice.wire.kv import KvReason
+from coppice.wire.prompt_kv import KvReason
 from engine.errors import EngineError
 from engine.protocol.prompt_kv import PromptKv
 from engine.types.kv import ExportSlot, ExportStatus

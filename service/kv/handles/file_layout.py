@@ -24,7 +24,7 @@ import numpy as np
 import xxhash
 
 from coppice.safetensors_io import CODES, FLOAT_BYTES, TensorEntry, header_of
-from coppice.wire.kv import KvLayerShape
+from coppice.wire.prompt_kv import KvLayerShape
 from engine.types.kv import KvFormat
 from service.kv.arena import round_up_to_pages
 from service.kv.store import data_bytes

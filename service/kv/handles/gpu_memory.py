@@ -7,7 +7,7 @@ id of this host. That id is no secret: it keeps apart hosts, not callers.
 
 from collections.abc import Sequence
 
-from coppice.wire.kv import KvGpu, KvGpuIpc, KvGpuMemory, KvLocator
+from coppice.wire.prompt_kv import KvGpu, KvGpuIpc, KvGpuMemory, KvLocator
 from engine.types.kv import GpuMemory
 from service.kv.handles.file_layout import Layout
 from service.kv.store import Entry

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
-from coppice.wire.kv import KvHandle, KvReason
+from coppice.wire.prompt_kv import KvHandle, KvReason
 from coppice.wire.rollouts import GroupAnswer
 from engine.types.kv import ExportSlot
 from service.kv.handles.exports import Export

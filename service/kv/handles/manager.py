@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from coppice.prompt_kv.boot_id import read_boot_id
-from coppice.wire.kv import (
+from coppice.wire.prompt_kv import (
     KvAgent,
     KvGpu,
     KvHandle,

@@ -19,7 +19,7 @@ from asyncio.subprocess import PIPE
 import numpy as np
 
 from coppice.prompt_kv.nixl import Agent, installed
-from coppice.wire.kv import KvAgent
+from coppice.wire.prompt_kv import KvAgent
 from service.kv.arena import Arena
 
 PASSED_ENV_PREFIXES = ("CUDA_", "LD_LIBRARY_PATH", "NIXL_", "PATH", "UCX_")

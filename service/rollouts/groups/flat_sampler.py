@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from coppice.wire.columns.token_columns import TokenColumns, TokenLists
-from coppice.wire.columns.versions import cut_spans
+from coppice.wire.columns.weights_version_spans import cut_spans
 from coppice.wire.rollouts import GroupAnswer, Outcome
 from engine.protocol.generation import Generation
 from engine.types.kv import KvLoad

@@ -14,7 +14,7 @@ from coppice.wire.columns.kv_version_spans import KvVersionSpan
 from coppice.wire.columns.logprobs import TokenLogprobs
 from coppice.wire.columns.routed_experts import RoutedExperts
 from coppice.wire.columns.token_columns import COLUMNS, TokenColumns, TokenLists
-from coppice.wire.columns.versions import VersionSpan
+from coppice.wire.columns.weights_version_spans import VersionSpan
 from coppice.wire.rollouts import FinishReason, SampleAnswer
 from engine.types.samples import Completion, TopLogprobRows
 from engine.types.samples import VersionSpan as EngineVersionSpan

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coppice.wire.columns.token_columns import TokenLists
-from coppice.wire.columns.versions import VersionSpan
+from coppice.wire.columns.weights_version_spans import VersionSpan
 from coppice.wire.rollouts import SegmentAnswer, SegmentFinish
 
 TokenArray = NDArray[np.int32]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from coppice import KvSource, PromptKV
-from coppice.wire.kv import KvHandle
+from coppice.wire.prompt_kv import KvHandle
 from tests.e2e.prompt_kv_checks import assert_matches_model
 from tests.engine.default_engine.test_vllm_engine import computed_prompt_tokens, prompt_of
 from tests.engine.seedling import BLOCK, reference

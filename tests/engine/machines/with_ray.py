@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from coppice import Rollouts
-from coppice.results import Sample
+from coppice.rollout_results import Sample
 from tests.compat import programs
 from tests.engine.adapters.peft_adapters import saved, under
 from tests.engine.machines.ray_cluster import RAY_PACKAGES, VARIABLES, RayCluster, ray_cluster

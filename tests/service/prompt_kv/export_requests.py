@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from coppice.wire.kv import KvHandle
+from coppice.wire.prompt_kv import KvHandle
 from coppice.wire.rollouts import GroupAnswer, RolloutAnswer
 from tests.serving import Served
 

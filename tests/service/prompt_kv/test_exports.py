@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load, save
 
-from coppice.wire.kv import KvReason
+from coppice.wire.prompt_kv import KvReason
 from engine.errors import EngineDead
 from engine.types.info import EngineInfo
 from engine.types.kv import ExportStatus

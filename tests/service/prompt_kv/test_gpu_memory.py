@@ -8,7 +8,7 @@ import pytest
 
 from coppice.prompt_kv import boot_id
 from coppice.prompt_kv.boot_id import read_boot_id
-from coppice.wire.kv import KvGpu, KvHandle
+from coppice.wire.prompt_kv import KvGpu, KvHandle
 from service.kv.arena import PAGE_BYTES, round_up_to_pages
 from service.kv.handles.file_layout import LayoutFactory
 from tests.fake_engine import FakeEngine

@@ -7,7 +7,7 @@ import pytest
 
 from coppice.errors import BadAnswer
 from coppice.prompt_kv.file_layout import layout_of
-from coppice.wire.kv import KvHandle
+from coppice.wire.prompt_kv import KvHandle
 from engine.types.kv import KvFormat, LayerFormat
 from service.kv.handles.file_layout import Layout, LayoutFactory, layer_shapes
 

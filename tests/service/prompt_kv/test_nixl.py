@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from coppice.wire.kv import KvAgent
+from coppice.wire.prompt_kv import KvAgent
 from service.kv.handles import nixl_agent
 from tests.fake_engine import FakeEngine
 from tests.nixl_agent import PATIENCE_SECONDS, agent_process, needs_nixl

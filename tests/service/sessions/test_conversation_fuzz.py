@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from coppice.wire.columns.support import Support
 from coppice.wire.columns.token_columns import TokenColumns
-from coppice.wire.columns.versions import VersionSpan
+from coppice.wire.columns.weights_version_spans import VersionSpan
 from coppice.wire.rollouts import GroupAnswer, SegmentAnswer, SegmentFinish
 from engine.types.chat import ChatRequest
 from service.errors import ServiceError

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from coppice import AsyncRollouts
-from coppice.sessions import SessionResult
+from coppice.session_results import SessionResult
 from tests.service.sessions.agents import Agent
 from tests.service.sessions.fleets import agents_of, drain, replicas
 from tests.serving import Served

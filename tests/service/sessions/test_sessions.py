@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from coppice.session_results import session_result_of
 from coppice.session_rows import trl_output
-from coppice.sessions import session_result_of
 from coppice.wire.sessions import SessionAnswer
 from service.sessions.call_recorder import CallRecorder
 from tests.fake_engine import FakeEngine, Running

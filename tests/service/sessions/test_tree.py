@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from coppice.wire.columns.support import Support
 from coppice.wire.columns.token_columns import TokenColumns, TokenLists
-from coppice.wire.columns.versions import VersionSpan
+from coppice.wire.columns.weights_version_spans import VersionSpan
 from coppice.wire.rollouts import GroupAnswer, SegmentFinish
 from service.rollouts.trees.segment import Segment
 from service.rollouts.trees.token_tree import TokenTree

@@ -1,4 +1,4 @@
-"""verl's generation requests to one Coppice server: sampling parameters, submission, abort."""
+"""Client that sends verl's generation and logprob requests to one server, and aborts them."""
 
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
@@ -12,8 +12,8 @@ from coppice.client import AsyncRollouts
 from coppice.errors import CoppiceError, Incomplete, Unsupported
 from coppice.integrations.weights_version_labels import step_of
 from coppice.operations.rollouts import AsyncPending
-from coppice.results import Group, Sample
 from coppice.rollout_options import RolloutOptions
+from coppice.rollout_results import Group, Sample
 from coppice.wire.columns.support import Support, SupportAnswer, joined_support, rows_of
 
 _NO_PENALTIES = "reward repetition less, since verl's actor computes logprobs without penalties"

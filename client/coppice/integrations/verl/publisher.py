@@ -1,4 +1,4 @@
-"""Publication of a verl trainer's weights to every server."""
+"""Upload and activation of a verl trainer's weights on all configured Coppice servers."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping

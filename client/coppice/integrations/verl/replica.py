@@ -1,4 +1,4 @@
-"""verl's rollout replica `coppice`, which uses an existing Coppice server on any host."""
+"""Rollout replica for verl that connects to a running Coppice server instead of starting one."""
 
 import logging
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Replay of supports in verl's actor: logprobs over the sets that tokens were sampled from.
+"""Patch of verl's FSDP actor: logprobs normalized over the token ids that sampling allowed.
 
 verl has no extension point for them. `install` wraps the method of verl's FSDP engine that computes
 logprobs; the rollout and the checkpoint engine call it in the trainer's processes if

@@ -1,7 +1,7 @@
-"""Attention of packed rows on CUDA: one FlexAttention call for rows of any lengths.
+"""Attention of packed responses or tree segments on CUDA, in one FlexAttention call per layer.
 
 Blocks without a visible query-key pair are skipped. FlexAttention has no backward on CPU, so
-coppice.train.attention is used there.
+coppice.train.attention.shared_prompt is used there.
 
 Shapes: T queries, S keys, H query heads, K KV heads, D head size.
 """

@@ -1,4 +1,4 @@
-"""Attention over a shared prompt by masked matrix products, for devices without a kernel.
+"""Reference implementation of attention over a shared prompt, for devices without a fast kernel.
 
 Shapes: T packed tokens of all rows, R tokens of a row, S tokens that it reads, H query heads, K KV
 heads, D head size.

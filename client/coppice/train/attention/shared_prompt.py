@@ -1,4 +1,4 @@
-"""Attention of packed responses, each of which reads one shared prompt and, causally, itself.
+"""Attention of packed responses over their shared prompt and themselves, on CPU flash kernels.
 
 The results of several flash attention calls are merged by their log-sum-exps: one call of all
 queries over the prompt, and one per tile of the rows and branches. The softmax gradient depends

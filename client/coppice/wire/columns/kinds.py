@@ -1,4 +1,4 @@
-"""Kinds of columns of token values, each of which cuts, joins, sizes, sends and packs them.
+"""Base class and subclasses for kinds of per-token data: slicing, joining and serialization.
 
 The values of a column have three forms. In the server they are lists and encoded sets, in the
 client NumPy arrays. In the wire form they are fields of pydantic models. In a packed result some
@@ -19,7 +19,7 @@ from coppice.wire.columns.kv_version_spans import KvVersionSpan, cut_kv_versions
 from coppice.wire.columns.logprobs import TokenLogprobs
 from coppice.wire.columns.routed_experts import RoutedExperts
 from coppice.wire.columns.support import ALL, Support, rows_of, split_rows, support_answer
-from coppice.wire.columns.versions import VersionSpan, cut_spans, joined_spans
+from coppice.wire.columns.weights_version_spans import VersionSpan, cut_spans, joined_spans
 
 Tensors = dict[str, NDArray[Any]]
 Part = tuple[Any, int]

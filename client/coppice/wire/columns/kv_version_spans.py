@@ -1,4 +1,4 @@
-"""Wire types of the option to keep KV across weights updates, and of spans of KV by version."""
+"""Wire types for KV kept across weights updates: the option, and ranges of KV by version."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby

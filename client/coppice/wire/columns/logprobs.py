@@ -1,4 +1,4 @@
-"""Wire types of logprobs of the top k or of given token ids, at tokens of samples or prompts."""
+"""Wire types of logprobs of the top k or of given token ids, per token of samples and prompts."""
 
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Self

@@ -1,4 +1,4 @@
-"""All columns of the tokens of a response, as arrays and as fields of requests and answers.
+"""Dataclass of all per-token data of a response (ids, logprobs, versions), and its wire fields.
 
 A new column is a line of `TokenColumns`, and a line of each of the wire forms that are to have it.
 """
@@ -26,7 +26,7 @@ from coppice.wire.columns.kv_version_spans import GivenKvSpan, KvVersions, KvVer
 from coppice.wire.columns.logprobs import Logprobs, OptionalLogprobs, TokenLogprobs
 from coppice.wire.columns.routed_experts import RoutedExperts
 from coppice.wire.columns.support import GivenSupport, Support, SupportAnswer
-from coppice.wire.columns.versions import GivenSpan, VersionSpan
+from coppice.wire.columns.weights_version_spans import GivenSpan, VersionSpan
 
 Ints = TypeVar("Ints", bound=Sized)
 Floats = TypeVar("Floats", bound=Sized)

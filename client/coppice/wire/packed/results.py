@@ -1,4 +1,4 @@
-"""Transfer formats of a rollout's result: records of a stream, and one packed file.
+"""Formats of a rollout's result: NDJSON stream records, and one packed safetensors file.
 
 A stream has one JSON object per line. The first record contains the rollout's id, the last one its
 outcome. A stream without the last record has failed.
@@ -45,9 +45,9 @@ from coppice.wire.columns.token_columns import (
     columns_of_tensors,
     without_tensors,
 )
-from coppice.wire.columns.versions import VersionSpan
-from coppice.wire.kv import KvHandle, KvReason
+from coppice.wire.columns.weights_version_spans import VersionSpan
 from coppice.wire.problem_catalogue import Problem
+from coppice.wire.prompt_kv import KvHandle, KvReason
 from coppice.wire.rollouts import (
     GroupAnswer,
     GroupHead,

@@ -1,4 +1,4 @@
-"""Rollout results with token ids and logprobs as numpy arrays.
+"""Result types of rollouts (samples, tree segments, groups) with token data as numpy arrays.
 
 The arrays are writable and have no other owner, so torch.from_numpy takes them without a copy.
 """
@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from coppice.wire.chat import ParsedMessage
 from coppice.wire.columns.logprobs import PromptLogprobs
 from coppice.wire.columns.token_columns import TokenArrays, TokenColumns, columns_of
-from coppice.wire.kv import KvHandle, KvReason
 from coppice.wire.kv_reuse import KvReuseAnswer
 from coppice.wire.packed.results import Packed, Part, parts_of
+from coppice.wire.prompt_kv import KvHandle, KvReason
 from coppice.wire.rollouts import (
     FinishReason,
     GroupHead,

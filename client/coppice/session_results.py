@@ -1,10 +1,10 @@
-"""Results of agent sessions: the sessions of a group, and the trees of an ended one."""
+"""Result types of agent sessions: newly created sessions, and the token trees of an ended one."""
 
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from coppice.results import Group, Tree, group_of, sample_of, segment_of
+from coppice.rollout_results import Group, Tree, group_of, sample_of, segment_of
 from coppice.wire.rollouts import GroupAnswer
 from coppice.wire.sessions import (
     SessionAnswer,

@@ -2,7 +2,7 @@ import pickle
 
 import pytest
 
-from coppice.results import result_of, sample_of
+from coppice.rollout_results import result_of, sample_of
 from tests.client.answers import ANSWER, sample
 
 

@@ -1,4 +1,4 @@
-"""Uploads of the files of one weights version, several at a time, with checksums."""
+"""Concurrent uploads of the files of one weights version to a server, verified by checksum."""
 
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager

@@ -1,4 +1,4 @@
-"""Wire type of the weights versions of ranges of tokens; slicing and concatenation of ranges."""
+"""Wire type of the weights version of each range of generated tokens; slicing and joining."""
 
 from collections.abc import Iterable, Sequence
 from typing import Annotated

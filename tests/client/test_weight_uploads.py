@@ -15,7 +15,7 @@ import xxhash
 from safetensors.numpy import load
 
 from coppice import BadAnswer, WeightsRefused
-from coppice.operations.weight_streams import chunks_until
+from coppice.operations.weight_uploads import chunks_until
 from coppice.transport.httpx_drivers import AsyncDriver, BlockingDriver, run_sync
 from coppice.weights.checkpoint_files import FileImage, shards_of
 from coppice.weights.tensor_serialization import HashedChunks, tensors_of

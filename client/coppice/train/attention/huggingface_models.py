@@ -1,4 +1,4 @@
-"""Registration of attention contexts with Hugging Face models, and forwards that use them.
+"""Registration of shared-prompt attention in Hugging Face models, and forwards that use it.
 
 The attention is registered without a mask function, so models pass no mask. Their own functions
 would detect packed rows from position_ids and build a dense mask.

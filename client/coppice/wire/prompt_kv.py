@@ -1,4 +1,4 @@
-"""Wire types of prompt KV, which is requested with a rollout and then read by a handle.
+"""Wire types of prompt KV: request option, handle, lease, and layout of the file.
 
 The data is one safetensors file with the tensors k.0, v.0, k.1 and so on. Each is C-contiguous with
 the shape [kv_heads, tokens, head_dim]; keys are stored after rotary embedding. The file covers the
