@@ -1,4 +1,4 @@
-"""Limit of the work that runs at a time, with turns between the clients whose work waits."""
+"""Concurrency limit with fair turns between clients (API keys and their agent sessions)."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""Base class of the engine's optional features, and what they add to vLLM's processes.
+"""Base class of the engine's optional features: their hooks in all of vLLM's processes.
 
 A feature is a folder with a subclass of `EngineFeature` in its module `feature`. The list in
 `engine.features` is the only place that names the class.

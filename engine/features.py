@@ -1,4 +1,4 @@
-"""The list of the engine's optional features, and the calls of their hooks in each process."""
+"""List of the engine's optional features, and dispatch of their hooks in each process."""
 
 import asyncio
 import itertools

@@ -1,4 +1,4 @@
-"""Command `coppice measure-baseline`: step times of an engine that runs without speculation."""
+"""Command `coppice measure-baseline`: step times of the engine without speculation."""
 
 from engine.errors import StartFailed
 from engine.launch.arguments import WORKER_EXTENSION

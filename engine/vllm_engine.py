@@ -1,4 +1,4 @@
-"""Implementation of the engine interface with vLLM's AsyncLLM, in the service's process."""
+"""Engine implementation with vLLM's AsyncLLM: start, stop and kill, in the service's process."""
 
 import asyncio
 from contextlib import suppress
@@ -15,7 +15,7 @@ from engine.launch.processes import VllmProcesses, kill_processes
 from engine.launch.ranks.data_parallel import check_settings
 from engine.launch.ranks.digests import synchronize_machines
 from engine.launch.ranks.machines import check_ray, check_serves
-from engine.launch.vllm_args import check_vllm_args
+from engine.launch.vllm_argument_checks import check_vllm_args
 from engine.parts.generation import VllmGeneration
 from engine.parts.text import VllmText
 from engine.parts.weights import VllmWeights

@@ -1,4 +1,4 @@
-"""Options of vLLM that the status lists as features: a setting alone decides on them."""
+"""Feature classes of plain vLLM options, for status only: quantization, expert parallel, ..."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping

@@ -1,4 +1,4 @@
-"""Copies between KV cache blocks and the canonical KV layout, also for packed CPU blocks.
+"""Copies between vLLM's CPU KV cache blocks and the contiguous [L, 2, H, T, D] layout.
 
 B blocks of the cache, n of which hold the prompt, L layers, H heads, N tokens per block, D
 head_dim, T tokens of the prompt: (n - 1) * N < T <= n * N. The caches of all layers have the shape

@@ -1,4 +1,4 @@
-"""Gather of KV blocks of all layers into the canonical layout by one kernel, in Triton.
+"""Triton kernel: KV cache blocks of all layers to the contiguous layout.
 
 The canonical layout of a prompt is [L, 2, H, T, D] (see kv_block_copy). Here it is L * 2 * H rows
 of T vectors of D elements. One launch gathers any range of rows, or a range of one row's tokens, so

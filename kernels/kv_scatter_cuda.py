@@ -1,4 +1,4 @@
-"""Scatter of KV from the canonical layout into cache blocks of all layers by one kernel, in Triton.
+"""Triton kernel: contiguous KV to cache blocks of all layers, with rotation of keys.
 
 The inverse of kv_gather_cuda, with a rotation of the keys to other positions (see rope_shift). The
 KV may be in host memory that the GPU can address: then the kernel reads it over the bus, and

@@ -1,4 +1,4 @@
-"""Rotation of cached keys to other positions (RoPE) in PyTorch, and rotary frequencies.
+"""Shift of cached RoPE keys to other positions, in PyTorch.
 
 RoPE rotations are additive: a key prefilled at position p becomes the key of position p + n when
 each pair of channels is rotated by n times the pair's frequency. A factor that scales keys, as in

@@ -1,4 +1,4 @@
-"""Prediction of a span's KV after a prefix, from observed KV of other spans after this prefix.
+"""Estimate of a text span's KV after a new prefix, without prefilling it there.
 
 The source is KV of the span itself that was prefilled elsewhere. The base of another span is its KV
 without the prefix, and its observation is its KV prefilled after the prefix. The prediction adds to

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from engine.cudagraphs.from_settings import capture_limits, graph_memory, load_trace, make_plan
+from engine.cudagraphs.plan_from_settings import capture_limits, graph_memory, load_trace, make_plan
 from engine.cudagraphs.plan_report import compare, render
 from engine.cudagraphs.planner import shape_weights
 from engine.errors import EngineError, StartFailed

@@ -42,7 +42,7 @@ def check_engine(settings: EngineSettings) -> None:
     Only if there are any, because it imports vLLM, which takes seconds.
     """
     if settings.vllm_args:
-        importlib.import_module("engine.launch.vllm_args").check_vllm_args(settings)
+        importlib.import_module("engine.launch.vllm_argument_checks").check_vllm_args(settings)
 
 
 def load_node(settings: Settings) -> "Node":

@@ -4,7 +4,7 @@ A plugin of vLLM could do so, but an engine of ours loads no other plugin than t
 """
 
 from bench.gpu import timers
-from engine.launch.worker import WorkerExtension
+from engine.launch.worker_extension import WorkerExtension
 
 timers.install()
 

@@ -81,13 +81,13 @@ def _work(pipe: Connection, model: str, drafter: str, limits: CaptureLimits, pla
     from engine.cudagraphs import graph_candidates
     from engine.drafter.feature import register_speculator
     from engine.speculation import settings as process_settings
-    from engine.speculation.worker import mrv2_speculators
+    from engine.speculation.worker import speculator_factory
 
     graph_plan = Plan.from_json(plan)
     graph_candidates.install_plan(graph_plan)
     process_settings.install(SpeculationSettings(mode="drafter"))
     register_speculator()
-    mrv2_speculators.install()
+    speculator_factory.install()
     engine = _Engine(_llm(model, drafter, limits, graph_plan))
     pipe.send("ready")
     while True:

@@ -20,9 +20,9 @@ from bench.harness.teacher_forced import Fixed, OraclePolicy, TeacherForced
 from engine.attention.settings import AttentionSettings
 from engine.runtime.process_environment import CACHE_ENV
 from engine.speculation.counters import Counters
+from engine.speculation.cpu_speculator import Speculator
 from engine.speculation.drafting_base import STORE_BYTES
 from engine.speculation.settings import SpeculationSettings
-from engine.speculation.speculator import Speculator
 from engine.speculation.startup import PROFILE_SECONDS
 from kernels.draft_index.compiled_store import DraftStore
 
@@ -30,7 +30,7 @@ LONGEST = 8
 ROWS = 64
 OURS = {
     "method": "custom_class",
-    "model": "engine.speculation.proposer.Proposer",
+    "model": "engine.speculation.custom_class_proposer.Proposer",
     "num_speculative_tokens": LONGEST,
     "num_speculative_tokens_per_batch_size": [(1, ROWS, LONGEST)],
 }

@@ -1,4 +1,4 @@
-"""LoRA adapters as a feature of the engine: their loads, also after the weights were dropped."""
+"""Feature class of LoRA adapters: vLLM arguments, load, unload, and reload after sleep."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path

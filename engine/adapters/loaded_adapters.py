@@ -1,4 +1,4 @@
-"""LoRA adapters of the running engine, loaded from the service's process."""
+"""Registry of the LoRA adapters loaded in the running engine, in the service's process."""
 
 import logging
 from pathlib import Path

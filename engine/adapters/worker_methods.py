@@ -1,11 +1,11 @@
-"""Worker methods that load and unload LoRA adapters on every rank or on none, without raising."""
+"""Methods added to vLLM's workers to load and unload LoRA adapters, on all ranks or on none."""
 
 from typing import Any
 
 from vllm.lora.request import LoRARequest
 
 from engine.runtime.feature_guard import Failure, attempt
-from engine.weights.worker_ranks import ASLEEP, failed_ranks
+from engine.weights.rank_agreement import ASLEEP, failed_ranks
 
 
 def coppice_load_adapter(self: Any, name: str, number: int, path: str) -> str | None:

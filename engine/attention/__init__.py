@@ -1,1 +1,1 @@
-"""Shared-prefix attention in vLLM: grouping of rows, choice of the faster kernel, backends."""
+"""Shared-prefix attention for vLLM: prefix grouping, kernel choice, CPU and GPU backends."""

@@ -1,4 +1,4 @@
-"""Counters of shared-prefix attention in this process, which the heartbeat carries to /metrics."""
+"""Per-process counters of shared-prefix attention steps, exported as metrics."""
 
 from collections import Counter
 from collections.abc import Iterable

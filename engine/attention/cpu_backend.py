@@ -1,4 +1,4 @@
-"""CPU attention backend that reads shared prefixes once per step, where supported and faster.
+"""Subclass of vLLM's CPU attention backend: KV of shared prefixes is read once per step.
 
 It replaces vLLM's CPU_ATTN and extends its classes.
 """

@@ -1,4 +1,4 @@
-"""Timing of calibration steps with vLLM's CPU attention and with the shared-prefix kernel.
+"""CPU benchmark at startup: vLLM's attention against the shared-prefix kernel.
 
 The crossover model is fitted to these times. Interference by other processes only ever adds time,
 so the minimum of several repetitions is used.

@@ -1,4 +1,4 @@
-"""Cost model of this machine that chooses between vLLM's and shared-prefix attention per step.
+"""Cost model that picks, per step, vLLM's attention or the shared-prefix kernel.
 
 The time of either kernel is modeled as a sum of non-negative costs (per call, per query token, per
 shared node, per token of KV cache packed, per token of KV cache read for a query), fitted to the

@@ -1,4 +1,4 @@
-"""GPU attention backend: FlashAttention, with shared prefixes read once per step.
+"""Subclass of vLLM's FlashAttention backend: KV of shared prefixes is read once per step.
 
 It replaces vLLM's FLASH_ATTN and extends its classes. A step that `cuda_steps` has planned runs
 FlashAttention twice per layer, over the shared nodes and over the rows' suffixes, outside CUDA

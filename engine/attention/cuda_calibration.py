@@ -1,4 +1,4 @@
-"""Timing of calibration steps on a GPU with vLLM's attention and with shared prefixes.
+"""GPU benchmark at startup: vLLM's attention against shared-prefix attention.
 
 The GPU's work is timed in CUDA graphs, for both kinds alike, and with a cold L2 cache: between two
 layers a model reads more weights than the cache holds. Attention with shared prefixes runs between

@@ -1,4 +1,4 @@
-"""Decision, before a GPU step's CUDA graph is selected, which of its rows share prefixes.
+"""Per-step choice on a GPU to share prefixes, made before vLLM selects a CUDA graph (patch).
 
 vLLM's full CUDA graphs contain its own attention. A step that shares prefixes is therefore
 dispatched like a step with prefill rows, to a piecewise graph, whose attention runs outside the

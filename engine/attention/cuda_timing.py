@@ -1,4 +1,4 @@
-"""Times of attention calls on a GPU: of its work alone, and of the launches."""
+"""Timing helpers for attention on a GPU: kernel time in CUDA graphs, and launch time."""
 
 import time
 from collections.abc import Callable

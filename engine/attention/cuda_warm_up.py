@@ -1,4 +1,4 @@
-"""Preparation of shared prefixes on a GPU, once the engine has warmed up and captured its graphs.
+"""GPU setup of shared-prefix attention after vLLM's warm-up: all ranks calibrate and agree.
 
 All ranks of an engine replica must decide alike whether a step shares prefixes, since that selects
 its CUDA graph. Tensor-parallel ranks run a graph's collectives together. A pipeline stage copies as

@@ -1,4 +1,4 @@
-"""Shared-prefix attention as a feature of the engine."""
+"""Feature class of shared-prefix attention: settings, status and counters."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final

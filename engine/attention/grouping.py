@@ -1,4 +1,4 @@
-"""Grouping of a step's batch rows by the prefix that they share.
+"""Grouping of a step's batch rows by common KV blocks (shared prefixes).
 
 The result is a plan of the shared KV blocks, or the reason why the step uses vLLM's attention.
 Decode rows come first in a step, so the rows that can be grouped are a leading run; the prefill

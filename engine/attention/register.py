@@ -1,4 +1,4 @@
-"""Registration of the shared-prefix attention backends with vLLM, by class path.
+"""Registration of the shared-prefix attention backends with vLLM, and their state.
 
 Must run before a model is loaded, in the processes that load one.
 """

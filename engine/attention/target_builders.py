@@ -1,4 +1,4 @@
-"""Metadata builders of the target model's attention layers that vLLM's model runner uses."""
+"""Iterator over a model runner's attention metadata builders, without those of a draft model."""
 
 from collections.abc import Iterator
 from typing import Any

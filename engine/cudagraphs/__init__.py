@@ -1,1 +1,1 @@
-"""Planner of the CUDA graphs captured at startup within a memory budget; does not import torch."""
+"""Choice of the CUDA graphs to capture at startup within a memory budget; no torch import."""

@@ -1,4 +1,4 @@
-"""Limits on CUDA graph shapes, and the shapes that vLLM and TLT capture within these limits."""
+"""Upper bounds of CUDA graph shapes, and the shapes that vLLM and TLT would capture."""
 
 from dataclasses import dataclass
 from itertools import pairwise

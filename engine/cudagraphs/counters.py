@@ -1,4 +1,4 @@
-"""Counters of memory and use of the captured CUDA graphs in this process.
+"""Per-process counters of CUDA graph memory, hits and padding.
 
 The heartbeat carries them to /metrics.
 """

@@ -1,4 +1,4 @@
-"""Draft lengths that may be chosen, by the number of running samples."""
+"""Table of allowed draft lengths by number of running samples, and its text format."""
 
 import re
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""The planned CUDA graph pool as a feature of the engine."""
+"""Feature class of planned CUDA graphs: planning at start, status and counters."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,8 +14,8 @@ from engine.cudagraphs.counters import (
     aggregate_engines,
     aggregate_ranks,
 )
-from engine.cudagraphs.from_settings import captures_graphs, plan_for_start, set_planned_graphs
 from engine.cudagraphs.plan_from_environment import GRAPHS_ENV
+from engine.cudagraphs.plan_from_settings import captures_graphs, plan_for_start, set_planned_graphs
 from engine.cudagraphs.planner import Plan
 from engine.cudagraphs.settings import GraphsSettings
 from engine.errors import StartFailed

@@ -1,4 +1,4 @@
-"""Restricts vLLM's CUDA graph capture to a plan.
+"""Patch of vLLM's CUDA graph manager: only the planned graphs are captured and dispatched.
 
 https://github.com/vllm-project/vllm/pull/56136
 

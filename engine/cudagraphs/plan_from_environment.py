@@ -1,4 +1,4 @@
-"""CUDA graph plan of the engine, read from an environment variable in each of its processes."""
+"""CUDA graph plan read from an environment variable, in EngineCore and workers."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Text report of a CUDA graph plan: its shapes, and a comparison with those of vLLM and TLT."""
+"""Text report of a CUDA graph plan, compared with the graphs of vLLM and TLT."""
 
 from collections.abc import Iterable, Mapping, Sequence
 

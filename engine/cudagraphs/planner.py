@@ -1,4 +1,4 @@
-"""Planner of CUDA graph shapes: the fewest graphs within a byte budget and a bound on padding.
+"""Planner of CUDA graph shapes: the fewest graphs within a byte budget and a padding limit.
 
 It starts from a fine grid of sizes per draft length, each up to the maximum number of samples that
 may use the length. It then removes graphs one at a time, always the one whose steps lose the least

@@ -1,4 +1,4 @@
-"""Settings of CUDA graphs: memory budget, draft lengths, and a trace for which they are chosen."""
+"""Settings class of CUDA graph planning: memory budget, draft lengths, trace file."""
 
 from pathlib import Path
 from typing import Annotated

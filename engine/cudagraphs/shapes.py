@@ -1,4 +1,4 @@
-"""Shapes of engine steps and CUDA graphs, and recorded traces of step shapes."""
+"""Data types for the shapes of CUDA graphs and steps, and recording of step traces."""
 
 import json
 from collections import Counter

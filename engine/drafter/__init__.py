@@ -1,4 +1,4 @@
-"""A small draft model that is trained on served samples while the target model serves.
+"""Draft model for speculative decoding, trained online on served samples.
 
 vLLM runs it in the workers (`draft_model`); on a GPU with the passes of `worker/`. In EngineCore,
 `core/` chooses draft lengths and counts acceptance. In the service process, `service/` owns its

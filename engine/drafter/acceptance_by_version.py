@@ -1,4 +1,4 @@
-"""Draft acceptance counters per drafter and weights version, sent by EngineCore to the service."""
+"""Counters of accepted draft tokens per pair of drafter version and weights version."""
 
 from collections import OrderedDict
 from typing import Final, TypedDict

@@ -1,4 +1,4 @@
-"""The trained draft model as a feature of the engine."""
+"""Feature class of the online-trained draft model: start, training, counters and sleep."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ from engine.feature_base import (
     refuse_several_machines,
 )
 from engine.speculation.settings import SpeculationSettings
-from engine.speculation.worker.mrv2_speculators import SPECULATORS
+from engine.speculation.worker.speculator_factory import SPECULATORS
 from engine.types.info import EngineInfo
 from engine.types.samples import FinishedListener
 from engine.weights.checkpoint import NO_TENSORS, read_base_checkpoint

@@ -1,4 +1,4 @@
-"""KV that outlives its request as features of the engine: of chains, and of paused sessions."""
+"""Feature classes: KV kept across weights updates, and KV retained for paused sessions."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final

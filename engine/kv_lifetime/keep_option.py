@@ -1,4 +1,4 @@
-"""Request option to keep the KV of a chain, and the report of the versions of a request's KV."""
+"""Request option to keep KV across weights updates, in SamplingParams.extra_args."""
 
 from typing import Any, Final, TypedDict
 

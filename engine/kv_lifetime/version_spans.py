@@ -1,4 +1,4 @@
-"""Weights versions of the KV that a sample's tokens were conditioned on, in the service's process.
+"""Weights versions of the KV behind each token of a sample, collected in the service's process.
 
 EngineCore reports to a request which of its KV is older than the weights, whenever that changes:
 when it finds KV of its chain, after an update of the weights, and after its KV was computed again.

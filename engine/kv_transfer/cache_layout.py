@@ -1,4 +1,4 @@
-"""Layout of the KV cache, and whether it can be exported.
+"""Layout of vLLM's KV cache per group of layers, and refusal of unsupported caches.
 
 All workers derive the same result. EngineCore may see layers of one KV cache group that have
 different shapes as if they had the same: it relies only on groups, block sizes and windows.

@@ -1,4 +1,4 @@
-"""KV connector that vLLM loads by module path, once in EngineCore and once per worker.
+"""Subclass of vLLM's KV connector, for export and load of prompt KV (EngineCore and workers).
 
 It forwards vLLM's calls to the scheduler and worker sides, guarded. Blocks of a prompt are held
 until it is exported or not; the status in the arena says which. KV is loaded before the
@@ -24,7 +24,7 @@ from engine.kv_transfer.core.load_planner import LoadPlanner
 from engine.kv_transfer.jobs import EndedExports, PromptExport, StepJobs
 from engine.kv_transfer.worker.export_writer import EXPORT_FEATURE
 from engine.kv_transfer.worker.loader import LOAD_FEATURE, Loader
-from engine.kv_transfer.worker.prompt_writer import PromptWriter
+from engine.kv_transfer.worker.multi_layout_writer import PromptWriter
 from engine.runtime.feature_guard import Failure, attempt
 from engine.types.kv import KvTransferParams
 

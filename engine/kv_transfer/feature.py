@@ -1,4 +1,4 @@
-"""Exported prompt KV as a feature of the engine, and vLLM's offloading of KV beside it."""
+"""Feature classes: export and load of prompt KV, and vLLM's KV offloading."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ from engine.feature_base import (
     feature_status,
     refuse_several_machines,
 )
-from engine.kv_transfer.worker.methods import METHODS
+from engine.kv_transfer.worker.worker_methods import METHODS
 from engine.settings import EngineSettings
 from engine.types.feature_stats import FeatureStatus
 from engine.types.info import KvReason

@@ -1,4 +1,4 @@
-"""Per-step metadata that the connector's scheduler side sends to the worker side."""
+"""Connector metadata of a step: KV export and load jobs from EngineCore to the workers."""
 
 from collections import Counter
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Offloading connector of vLLM that never offloads KV computed under earlier weights.
+"""Subclass of vLLM's OffloadingConnector: no offloading of KV from earlier weights.
 
 vLLM finds an offloaded block by a hash of tokens alone. When weights change, vLLM's `reset_cache`
 forgets all offloaded blocks, but lets running requests offload theirs again. Some of these were

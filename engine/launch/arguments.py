@@ -1,4 +1,4 @@
-"""Conversion of the engine's settings to vLLM's engine arguments, to which features add theirs."""
+"""Conversion of the engine settings to vLLM's AsyncEngineArgs, with those of the features."""
 
 import logging
 import secrets
@@ -13,7 +13,7 @@ from vllm.usage.usage_lib import UsageContext
 
 from engine.errors import StartFailed
 from engine.features import Features
-from engine.launch.vllm_args import check_vllm_args
+from engine.launch.vllm_argument_checks import check_vllm_args
 from engine.settings import GIB, DType, EngineSettings
 
 log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ DEFAULT_CPU_BLOCK_SIZE = 32
 DEFAULT_CPU_SEQUENCES = 256
 DEFAULT_CPU_BATCHED_TOKENS = 2048
 MAX_ENTROPY_TOP_K = 20
-WORKER_EXTENSION = "engine.launch.worker.WorkerExtension"
+WORKER_EXTENSION = "engine.launch.worker_extension.WorkerExtension"
 RANDOM_SEED_BITS = 31
 USAGE_CONTEXT: Final = UsageContext.OPENAI_API_SERVER
 """Kind of use for which vLLM chooses its batch limits. No usage is reported."""

@@ -1,4 +1,4 @@
-"""Chat template variables that requests may set, and limits on their values.
+"""Check of a request's chat_template_kwargs: only variables of the template, bounded values.
 
 vLLM passes chat_template_kwargs to the tokenizer's `apply_chat_template`, whose own parameters pad
 and truncate prompts: `max_length` alone can exhaust memory. So only template variables are passed.

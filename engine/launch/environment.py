@@ -1,4 +1,4 @@
-"""Environment variables of vLLM and its processes, set only while they are started.
+"""Environment variables for vLLM's processes, set only during their start.
 
 vLLM reads much of its configuration from the environment and also writes to it, LD_PRELOAD among
 others. All of this happens inside `engine_environment`, which restores the service's environment.

@@ -1,4 +1,4 @@
-"""Properties of a started AsyncLLM as plain values."""
+"""Engine properties (EngineInfo) collected from a started AsyncLLM."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Location of the model's files: a local directory, or a hub cache at a pinned commit."""
+"""Resolution of a model name to files: a local directory, or a pinned hub commit."""
 
 import re
 from collections.abc import Callable

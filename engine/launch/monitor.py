@@ -1,4 +1,4 @@
-"""Monitor of the engine's liveness. It kills the engine if it hangs."""
+"""Watchdog in the service's process: kills a hanging engine."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""vLLM plugin of Coppice, which installs the patches and hooks that each process needs.
+"""Entry point of Coppice's vLLM plugin: installs patches and hooks in each process.
 
 vLLM calls `install` in the service and in every process that it starts. In a vLLM that Coppice did
 not start it does nothing.
@@ -159,11 +159,11 @@ def install() -> None:
     _installed = True
     name = multiprocessing.current_process().name
     if name.startswith("EngineCore"):
-        from engine.launch import core_methods
+        from engine.launch import engine_core_methods
 
         process_setup.create_process_group()
         process_setup.exit_with_service()
-        core_methods.install()
+        engine_core_methods.install()
         support_hooks.install_in_engine_core()
     install_patches(name)
     if name.startswith(MODEL_PROCESSES):

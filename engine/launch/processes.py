@@ -1,4 +1,4 @@
-"""vLLM's processes: start, calls, discovery and termination, from the service's process.
+"""Start and stop of vLLM's processes, and calls to EngineCore and the workers.
 
 With data parallelism there are several EngineCores. vLLM sends a call to all of them, but returns
 only the result of the first one, so calls return a list here.

@@ -1,4 +1,4 @@
-"""vLLM code that this package subclasses, patches, or calls although it is private, in one list.
+"""List of all vLLM internals that Coppice subclasses, patches or calls, with source digests.
 
 `vllm_seams.json` is the list: each class or function as `module:qualified name`, the kind of use,
 the file here that needs it, and its signature and source digest in the supported version. `called`

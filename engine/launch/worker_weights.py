@@ -1,4 +1,4 @@
-"""Methods of vLLM's worker class that load weights, on every rank or on none. They never raise."""
+"""Worker methods that load weights from files or a trainer's GPU, on all ranks or on none."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from engine.types.samples import SleepTag
 from engine.weights import worker_reload, worker_transfer
 from engine.weights.checkpoint import LM_HEAD, Checkpoint, check_same_tensors, read_checkpoint
 from engine.weights.ipc_tensors import IpcTensor
-from engine.weights.worker_ranks import ASLEEP, failed_ranks
+from engine.weights.rank_agreement import ASLEEP, failed_ranks
 
 Source = TypeVar("Source")
 

@@ -1,4 +1,4 @@
-"""Generation methods of the vLLM engine: submit, score and abort samples, flush KV exports."""
+"""Mixin of the vLLM engine for generation: submit, score, abort, flush of KV exports."""
 
 from collections.abc import Awaitable, Sequence
 

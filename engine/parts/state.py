@@ -1,4 +1,4 @@
-"""State that the parts of the vLLM engine share."""
+"""Base class of the vLLM engine's mixins: their common state."""
 
 from dataclasses import replace
 

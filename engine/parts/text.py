@@ -1,4 +1,4 @@
-"""Tokenizer, chat template and parsers of the vLLM engine."""
+"""Mixin of the vLLM engine for text: tokenizer, chat template, response parsers."""
 
 from collections.abc import Sequence
 

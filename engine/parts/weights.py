@@ -1,4 +1,4 @@
-"""Weights of the vLLM engine: pauses, updates, sleep and adapters."""
+"""Mixin of the vLLM engine for weights: pause, update, sleep, LoRA adapters."""
 
 import asyncio
 from collections.abc import Sequence

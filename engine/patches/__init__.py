@@ -1,1 +1,1 @@
-"""Fixes of bugs in vLLM, one per file. Each has a test that fails without the fix."""
+"""Patches of bugs in vLLM, one per module. Each has a test that fails without the patch."""

@@ -1,4 +1,4 @@
-"""Permission of the process to use AMX tiles, which vLLM's attention in bfloat16 assumes.
+"""Request for Linux's permission to use AMX, omitted by vLLM's CPU attention.
 
 https://docs.kernel.org/arch/x86/xstate.html
 

@@ -1,4 +1,4 @@
-"""Selection of the kernel of int8 checkpoints by what it can compute on this processor.
+"""Patch of vLLM's choice of int8 kernel on CPU: float32 activations, processors without VNNI.
 
 vllm/model_executor/kernels/linear/scaled_mm/cpu.py:33 in 0.32.0. Its kernel for AMX:
 https://github.com/vllm-project/vllm/blob/v0.32.0/csrc/cpu/sgl-kernels/gemm_int8.cpp

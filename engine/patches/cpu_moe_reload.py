@@ -1,4 +1,4 @@
-"""Fix for weights updates of mixture-of-experts models on CPU.
+"""Patch for weights updates of mixture-of-experts models on CPU: weights are packed again.
 
 vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py:191 in 0.32.0, since
 https://github.com/vllm-project/vllm/pull/40390; a similar defect on GPUs:

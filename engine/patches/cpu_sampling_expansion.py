@@ -1,4 +1,4 @@
-"""Fix of the CPU kernel that expands sampling parameters to tokens.
+"""Patch of sampling parameters in speculative decoding on CPU: uninitialised values.
 
 https://github.com/vllm-project/vllm/issues/55005
 

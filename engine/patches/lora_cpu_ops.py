@@ -1,4 +1,4 @@
-"""Fix of LoRA operations on CPU for rows without an adapter.
+"""Patch of LoRA on CPU: rows without an adapter no longer get one.
 
 https://github.com/vllm-project/vllm/pull/48421
 

@@ -1,4 +1,4 @@
-"""Patch that ends samples with NaN logits with an error and keeps other samples unharmed.
+"""Patch for NaN logits: the sample ends with an error, other samples are unharmed.
 
 https://github.com/vllm-project/vllm/pull/50002
 https://github.com/Dao-AILab/flash-attention/issues/2374

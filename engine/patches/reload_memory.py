@@ -1,4 +1,4 @@
-"""Room for weights updates in the memory of a GPU.
+"""Patch of vLLM's KV cache sizing on a GPU: memory is left for weights updates.
 
 vllm/v1/worker/gpu_worker.py in 0.32.0: `determine_available_memory` gives all memory up to
 `gpu_memory_utilization` to the KV cache. A weights update builds each layer anew, beside the layer

@@ -1,4 +1,4 @@
-"""Samples and scores of an engine."""
+"""Protocol of an engine's generation methods: submit, score and abort samples."""
 
 from collections.abc import Awaitable, Sequence
 from typing import Protocol

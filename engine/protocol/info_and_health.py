@@ -1,4 +1,4 @@
-"""Base protocol of an engine: its fixed properties (`info`) and its health, readable any time."""
+"""Base protocol of an engine: fixed properties (`info`) and current health."""
 
 from typing import Protocol
 

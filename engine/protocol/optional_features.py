@@ -1,4 +1,4 @@
-"""Optional features of an engine: their counters, and what the service can do with them."""
+"""Protocol of an engine's optional features: counters, and access to the draft model."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Protocol of an engine that exports prompt KV: flush of the exports that samples have begun."""
+"""Protocol of an engine's prompt KV export: flush of exports in progress."""
 
 from typing import Protocol
 

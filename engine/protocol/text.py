@@ -1,4 +1,4 @@
-"""Conversion between text and tokens by an engine's tokenizer, chat template and parsers."""
+"""Protocol of an engine's text methods: tokenizer, chat template, response parsers."""
 
 from collections.abc import Sequence
 from typing import Protocol

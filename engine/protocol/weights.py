@@ -1,4 +1,4 @@
-"""Weights of an engine: versions, transfers, adapters, and the pauses and sleep around them."""
+"""Protocol of an engine's weights methods: update, transfer, adapters, pause, sleep."""
 
 from collections.abc import Set as AbstractSet
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Converts chat requests to token ids and responses to messages, by vLLM's renderer and parsers."""
+"""Chat messages to token ids and back, by vLLM's renderer and parsers."""
 
 import copy
 import logging

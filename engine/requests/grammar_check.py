@@ -1,4 +1,4 @@
-"""Validation of structured outputs in a separate process, with a limit of CPU time.
+"""Validation of structured-output grammars in a subprocess with a CPU time limit.
 
 vLLM validates them on the event loop and compiles them in EngineCore, both without a limit. A
 grammar that passes here has been compiled, and a random text was sampled with it, within the limit.

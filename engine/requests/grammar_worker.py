@@ -1,4 +1,4 @@
-"""Process that compiles grammars and tries them: `python -m engine.requests.grammar_worker`.
+"""Subprocess that test-compiles grammars: `python -m engine.requests.grammar_worker`.
 
 Compiling a grammar, or sampling with it, can take minutes, and cannot be interrupted. Here each is
 done in a child process of its own, which the kernel ends at a limit of CPU time or memory. The

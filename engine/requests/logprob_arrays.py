@@ -1,4 +1,4 @@
-"""Logprobs of a request as arrays, in the service's process.
+"""Subclass of vLLM's LogprobsProcessor: logprobs in arrays, for speed.
 
 vLLM keeps four Python objects per logprob and fills its lists one by one on the event loop. With
 hundreds of logprobs per token this would stall all other requests.

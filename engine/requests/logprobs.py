@@ -1,4 +1,4 @@
-"""Logprobs of sampled tokens and of prompts, and the text of single tokens.
+"""Logprobs of samples and prompts in Coppice's types, and texts of single tokens.
 
 Logprobs of given tokens are computed by prefilling them as a prompt. vLLM does not use cached
 prefixes for such a request. So samples never request prompt logprobs, since their siblings would

@@ -1,4 +1,4 @@
-"""Conversion of a sample request to vLLM's SamplingParams."""
+"""Conversion of a sample request to vLLM's SamplingParams and extra_args."""
 
 from collections.abc import Sequence
 from functools import lru_cache

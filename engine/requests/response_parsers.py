@@ -1,4 +1,4 @@
-"""vLLM's parsers of tool calls and reasoning in responses."""
+"""Wrapper of vLLM's parsers of tool calls and reasoning in responses."""
 
 import uuid
 from collections.abc import Sequence

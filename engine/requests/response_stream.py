@@ -1,4 +1,4 @@
-"""Incremental conversion of running samples to messages, by vLLM's detokenizer and parsers."""
+"""Streaming of a running sample as message deltas, by vLLM's detokenizer and parsers."""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence

@@ -1,4 +1,4 @@
-"""Validation of sampling parameters before samples are submitted, outside the event loop.
+"""Validation of a request's sampling parameters before submission, outside the event loop.
 
 vLLM validates every sample on the event loop: it tokenizes bad words and parses structured outputs.
 Here both are done once per request.

@@ -1,4 +1,4 @@
-"""Stop strings that begin in the earlier tokens of a response.
+"""Patch of vLLM's stop string match: also across the end of a resumed response's prefix.
 
 A sample that is resumed, or that continues a segment of a tree, has the first tokens of its
 response at the end of its prompt. vLLM matches stop strings against the text of the new tokens

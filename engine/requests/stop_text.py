@@ -1,4 +1,4 @@
-"""Text of a response that a stop string has ended, and the tokens that it consists of."""
+"""Cut of a response's text at its stop string, and the matching number of tokens."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Text that a chat template writes after a message of the assistant, found by rendering a mark.
+"""Chat template text after an assistant message (end of turn), found with a placeholder.
 
 The message is rendered with a mark instead of its content and of the arguments of its tool calls.
 The mark is random, so that no other message contains it. What follows the last mark in the prompt

@@ -1,4 +1,4 @@
-"""Generation requests to vLLM: samples, scores and aborts, in the service's process.
+"""Submission, scoring and abort of vLLM requests, in the service's process.
 
 Each sample is one request with n=1, as in vLLM's own fan-out of larger n. So each sample can be
 aborted, versioned and drafted separately. Siblings share their prompt's KV through prefix caching.

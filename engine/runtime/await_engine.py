@@ -1,4 +1,4 @@
-"""Calls of EngineCore that raise EngineDead when the engine dies.
+"""Await of EngineCore calls that raises EngineDead if the engine dies meanwhile.
 
 vLLM never resolves the futures of calls that are in flight when the engine dies. The task that
 handles the engine's outputs does end when the engine dies or is stopped, so calls wait for it too.

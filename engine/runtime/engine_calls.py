@@ -1,4 +1,4 @@
-"""Calls of EngineCore and the workers, without the processes that run them."""
+"""Protocols for calls to EngineCore and the workers, and for listeners of sleep."""
 
 from typing import TYPE_CHECKING, Any, Protocol
 

@@ -1,4 +1,4 @@
-"""Error boundaries inside EngineCore and the workers.
+"""Exception guards around hooks in EngineCore and workers: a failing feature is disabled.
 
 This is the only module that catches `Exception` there. An exception that leaves a hook there kills
 the process and every request. So each hook that vLLM calls belongs to a feature and is guarded. Its

@@ -1,4 +1,4 @@
-"""Liveness of the engine: pings EngineCore every second and checks the state of its processes.
+"""Health check of the engine: pings EngineCore every second, checks process states.
 
 A ping is answered by EngineCore's busy loop, so a response means that steps are executed. A worker
 that hangs in a step blocks EngineCore and is detected in the same way. A stopped or dead worker is

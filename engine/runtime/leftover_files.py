@@ -1,4 +1,4 @@
-"""Ownership of files by running processes, and removal of files whose owner was killed.
+"""File locks of running processes, and removal of files left by killed ones.
 
 An owner holds a file lock for as long as it lives. Between creation and locking, a file may be
 mistaken for a leftover. So cleanup removes it while holding the lock itself, and an owner that has

@@ -1,4 +1,4 @@
-"""Environment variables that a start sets and engine processes read: cache directory, digest."""
+"""Environment variables of the engine's processes: cache directory, settings digest."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Setup of the service's and the engine's processes: garbage collection and process group.
+"""Process setup: exclusion of imports from garbage collection, process group of the engine.
 
 Importing torch and vLLM creates a million objects that are never freed. Traversing them costs a
 quarter of the import time, and later pauses of tenths of a second. So they are excluded from

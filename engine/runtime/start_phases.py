@@ -1,4 +1,4 @@
-"""Phases of a start, which the service logs and shows: loading weights, compiling, and so on.
+"""Progress of an engine start (loading weights, compiling, ...), for logs and status.
 
 A rank answers no call before its start is complete. So rank 0, or the first rank of a machine
 without it, appends its phases to a file, which the service reads meanwhile. The file is in the

@@ -1,4 +1,4 @@
-"""Callbacks at the end of a GPU worker's warm-up, before its first step for a request.
+"""Callbacks after vLLM's warm-up of a GPU worker, before the first request.
 
 vLLM warms up with real scheduler outputs (vllm/v1/worker/gpu/warmup.py), then captures CUDA graphs.
 When the callbacks run, the weights, the KV cache, the metadata builders and the graphs are in place

@@ -1,1 +1,1 @@
-"""Hooks in vLLM's sampler and model runners: supports, logprobs, controls, routed experts."""
+"""Hooks in vLLM's samplers: sampling supports, logprobs, controls, routed experts."""

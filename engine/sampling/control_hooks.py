@@ -1,4 +1,4 @@
-"""Hooks in vLLM's requests, sampler and CPU runner for controls that it applies only in part.
+"""Patches for sampling controls: resumed responses, seeds, grammars, logits processors.
 
 Earlier tokens of a response: a sample that is resumed, or that continues a segment of a tree, has
 the first tokens of its response at the end of its prompt. Penalties, bad words and grammars depend

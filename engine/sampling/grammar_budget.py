@@ -1,4 +1,4 @@
-"""Limit of the CPU time that structured outputs take in EngineCore's steps.
+"""CPU time budget of each grammar in EngineCore's steps, in a separate thread.
 
 The time per token may grow with an ambiguous grammar's text, and all requests wait for the step.
 xgrammar cannot be interrupted. So the grammars of a step are advanced, and its masks filled, in a

@@ -1,4 +1,4 @@
-"""Hook in vLLM's first model runner for logprobs of given tokens at each prompt position.
+"""Hook in Model Runner V1: logprobs of given token ids at each prompt position.
 
 vLLM's `SamplingParams.prompt_logprob_token_ids` needs the second model runner, which has no CPU
 version. The first runner computes the logprobs of the top k at each prompt position. This hook lets

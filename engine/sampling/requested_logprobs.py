@@ -1,4 +1,4 @@
-"""Logprobs that a request asks for beside the top ones: raw ones, and those of given token ids.
+"""Byte format of extra logprobs per token: raw logprobs, and those of given token ids.
 
 vLLM returns either the top logprobs of a request or those of given token ids, and `logprobs_mode`
 is an option of the engine. Here a request has the top logprobs of the sampling distribution from

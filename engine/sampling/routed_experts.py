@@ -1,4 +1,4 @@
-"""Hooks in vLLM's scheduler and model runners that keep routed experts of tokens by KV slot.
+"""MoE expert ids of each token, stored per KV slot: hooks in scheduler and model runners.
 
 vLLM's `enable_return_routed_experts` stores the experts of full blocks under the hash of their
 tokens. After a weights update that keeps the KV of running samples, this store would return the

@@ -1,4 +1,4 @@
-"""Supports of the tokens that one step sampled, on their way from the sampler to the service.
+"""Sampling supports (possible token ids) of one step, sent in vLLM's sampling masks.
 
 They use vLLM's own transport of sampling masks: `ModelRunnerOutput.sampling_masks`, then
 `EngineCoreOutput.new_sampling_mask`. Instead of token ids it carries a row of bytes per token: the

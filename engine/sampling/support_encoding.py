@@ -1,4 +1,4 @@
-"""Encoding of a support, the set of token ids that one token was sampled from, as bytes.
+"""Byte encoding of a sampling support: the set of token ids a token was sampled from.
 
 The first byte is the encoding, the rest its payload. Of the encodings, the shortest is used:
 

@@ -1,4 +1,4 @@
-"""Hooks in Model Runner V1's sampler that return the token ids each token was sampled from.
+"""Hooks for sampling supports in the service, EngineCore and Model Runner V1's sampler.
 
 With `logprobs_mode="processed_logprobs"` the sampler's logprobs are minus infinity for exactly the
 token ids that a token could not be sampled from, whatever excluded them: top-k, top-p, min-p, a
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.sampling import second_runner
+from engine.sampling import model_runner_v2_hooks
 from engine.sampling.step_supports import (
     FEATURE,
     PendingRow,
@@ -67,7 +67,7 @@ def install_in_worker() -> None:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     install_in_first_runner(GPUModelRunner)
-    second_runner.install(SecondRunner, Sampler)
+    model_runner_v2_hooks.install(SecondRunner, Sampler)
 
 
 def install_in_first_runner(runner: Any) -> None:

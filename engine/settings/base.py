@@ -1,4 +1,4 @@
-"""Base class and constrained types of settings, shared by the engine's and the service's sections.
+"""Base class and common field types of all settings classes, also the service's.
 
 A field is written `name: Type = Field(default, description="...")`. A constraint that only one
 field has is an argument of its `Field`.

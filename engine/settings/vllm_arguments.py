@@ -1,6 +1,7 @@
-"""Settings that are vLLM's own engine arguments: the usual ones by name, and a map of all others.
+"""Settings passed to vLLM as engine arguments: named fields, and the map `vllm_args`.
 
-Imports neither torch nor vLLM. `engine.launch.vllm_args` checks the values against vLLM's types.
+Imports neither torch nor vLLM. `engine.launch.vllm_argument_checks` checks the values against
+vLLM's types.
 """
 
 from typing import Annotated, Any, Literal

@@ -1,1 +1,1 @@
-"""Speculative decoding with drafts from generated tokens: proposal, length, verification."""
+"""Speculative decoding with drafts looked up in a store of generated tokens."""

@@ -1,4 +1,4 @@
-"""Step times of an engine without speculation: the baseline that drafts are compared with.
+"""Measured step times without speculation, cached on disk, and predicted gain of drafts.
 
 Steps without drafts of an engine that can draft are no such baseline: the draft model takes KV
 cache, and on CPU it runs in these steps too. The baseline is measured once per card, model and

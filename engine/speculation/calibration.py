@@ -1,4 +1,4 @@
-"""Calibration of the draft store's predictions by the tokens that were generated."""
+"""Correction of predicted draft acceptance by the observed acceptance."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -1,4 +1,4 @@
-"""Choice of draft lengths per step, by the expected gain and the modeled cost of draft tokens.
+"""Controller of draft lengths per row and step: expected acceptance against modeled cost.
 
 The expected gain of a draft token is the calibrated probability that it and all tokens before it
 are accepted. The tokens of the whole batch are ordered by that probability, and the prefix of the

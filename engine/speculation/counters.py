@@ -1,4 +1,4 @@
-"""Counters of speculation in this process, which the heartbeat carries to /metrics."""
+"""Per-process counters of drafted and accepted tokens, exported as metrics."""
 
 from collections import Counter
 from typing import TypedDict, get_args

@@ -1,4 +1,4 @@
-"""Draft verification that replaces vLLM's rejection sampler and is skipped without drafts."""
+"""Replacement of vLLM's rejection sampler in Model Runner V1; skipped without drafts."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Base class of drafting: connects draft store, controller and counters to either model runner.
+"""Base class of CPU and GPU draft lookup: draft store, length controller, counters.
 
 `Speculator` connects it to Model Runner V1 in a worker, `SchedulerDrafts` to the scheduler of an
 engine with Model Runner V2.

@@ -1,4 +1,4 @@
-"""Speculative decoding as a feature of the engine: where drafts come from, and what they gain."""
+"""Feature class of speculative decoding: mode, start, predicted gain and counters."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -23,8 +23,7 @@ from engine.speculation.core import baseline_methods, engine_core_methods
 from engine.speculation.cost import MIN_SPEEDUP
 from engine.speculation.counters import COUNTERS, to_speculation_stats
 from engine.speculation.settings import ENVIRONMENT, SpeculationSettings
-from engine.speculation.worker import methods as worker_methods
-from engine.speculation.worker import mrv2_speculators
+from engine.speculation.worker import speculator_factory, worker_methods
 from engine.types.feature_stats import FeatureStatus, SpeculationStats
 from engine.types.info import EngineInfo
 
@@ -38,7 +37,7 @@ DRAFTS: Final = {
 def _install() -> None:
     process_settings.install(process_settings.settings_of_environment())
     if not current_platform.is_cpu():
-        mrv2_speculators.install()
+        speculator_factory.install()
 
 
 class Speculation(EngineFeature):

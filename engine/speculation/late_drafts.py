@@ -1,4 +1,4 @@
-"""Drafts that were looked up while an engine step was running, as EngineCore sends them to workers.
+"""Message from EngineCore to workers with drafts looked up one step behind.
 
 A draft continues a request's tokens as they were before the step in progress. Meanwhile the step
 samples more tokens. The worker compares them with the draft (`gpu_speculator.realign`): it cuts off

@@ -1,4 +1,4 @@
-"""Bounds on the time that drafts lose, per size of the batch.
+"""Limit on the time lost to unhelpful drafts, per batch size class.
 
 Whether drafts pay depends most on the number of running requests: verifying a token is almost free
 for one row and costs its full share for 64. So gains, losses and pauses are recorded per size

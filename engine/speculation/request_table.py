@@ -1,4 +1,4 @@
-"""Draft-store slots of the requests that the model runner tracks, and the batch of one step.
+"""Map from batch rows and request ids to slots of the draft store, and a step's batch.
 
 Batch rows move whenever a request is added or removed, so a row is looked up by request id in every
 step. A preempted request is not in the batch but keeps its slot and tokens. A request that the

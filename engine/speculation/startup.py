@@ -1,4 +1,4 @@
-"""Startup of speculation: mode, vLLM's configuration and measured step times."""
+"""Startup of speculation: choice of mode, vLLM's speculative_config, step-time profile."""
 
 import asyncio
 import logging
@@ -25,7 +25,7 @@ from kernels.draft_index.compiled_store import is_built
 
 log = logging.getLogger(__name__)
 PROFILE_SECONDS = 5.0
-PROPOSER = "engine.speculation.proposer.Proposer"
+PROPOSER = "engine.speculation.custom_class_proposer.Proposer"
 GPU_METHOD = "ngram_gpu"
 """vLLM's method whose speculator `engine.speculation.worker.gpu_speculator` replaces."""
 

@@ -1,4 +1,4 @@
-"""Value types of the engine interface for chat: messages, prompts, parsed responses."""
+"""Data types of the engine interface for chat: requests, tool calls, responses."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Counters and state of the engine's optional features, which the service exports as metrics."""
+"""Data types of optional features' counters and status, exported as metrics."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,4 +1,4 @@
-"""Value types of the engine interface: properties of a running engine, and its health."""
+"""Data types of the engine interface: engine properties, start phases and health."""
 
 from dataclasses import dataclass
 from pathlib import Path

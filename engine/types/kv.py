@@ -1,4 +1,4 @@
-"""Value types that describe prompt KV stored outside the engine: export slots and KV to load.
+"""Data types for prompt KV transfer: KV formats, export slots, parts to load.
 
 `to_dict` and `from_dict` convert them to and from the plain values that reach EngineCore as a
 request's `kv_transfer_params`.

@@ -1,4 +1,4 @@
-"""Value types of the engine interface: requests, completions, adapters, pauses and sleep."""
+"""Data types of the engine interface: sampling requests, logprobs, completions."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace

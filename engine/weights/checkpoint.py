@@ -1,4 +1,4 @@
-"""Reads checkpoints in safetensors files: an index from the headers, and the tensors' bytes.
+"""Reader of safetensors checkpoints without torch: index of tensors, and their bytes.
 
 Imports neither torch nor vLLM: the service reads it in a thread while the engine generates. Any
 defect raises CheckpointRefused. Messages name files and tensors, never directories.

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint that are read from its file when their values are needed.
+"""Lazy torch tensors of a checkpoint file: only the used slice is read.
 
 Under tensor, pipeline or expert parallelism a rank uses a part of the checkpoint. vLLM's weight
 loaders take that part with views of the whole tensor, such as `narrow`. A FileTensor records these

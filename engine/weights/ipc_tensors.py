@@ -1,4 +1,4 @@
-"""Weights in the GPU memory of a trainer on the same host, and their validation.
+"""CUDA IPC handles of a trainer's weights: data types and validation.
 
 Imports neither torch nor vLLM. The trainer sends fields, not a pickle: unpickling runs code that
 its sender chose. A rank opens the memory with these fields only.

@@ -1,4 +1,4 @@
-"""Largest magnitudes of tensors, from a checkpoint's blocks while they arrive or from its file.
+"""Largest absolute value of each tensor, computed while a checkpoint arrives or from its file.
 
 Imports neither torch nor vLLM. Magnitudes are bits: those of floats sort like their bits.
 """

@@ -1,4 +1,4 @@
-"""Sleep mode of the running engine, called from the service's process."""
+"""Sleep and wake of the running engine, from the service's process."""
 
 import logging
 from collections.abc import Set as AbstractSet

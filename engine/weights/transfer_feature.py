@@ -1,4 +1,4 @@
-"""Weights from a trainer's GPU memory as a feature of the engine."""
+"""Feature class of weights transfer from a trainer's GPU memory (CUDA IPC)."""
 
 from vllm.config import WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs

@@ -1,4 +1,4 @@
-"""Weights versions of the running engine, updated from the service's process."""
+"""Weights updates of the running engine: checks, versions, reload after sleep."""
 
 import asyncio
 import logging

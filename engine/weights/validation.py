@@ -1,4 +1,4 @@
-"""Validation of checkpoints and of LoRA adapters in PEFT's format: names, shapes, every value.
+"""Validation of checkpoints and PEFT LoRA adapters: names, shapes, finite values.
 
 Imports neither torch nor vLLM. Messages name files and tensors, never directories.
 

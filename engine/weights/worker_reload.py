@@ -1,4 +1,4 @@
-"""Layer-by-layer reload of a checkpoint into the running model, in a worker.
+"""Layer-by-layer reload of weights into the running model, in a worker.
 
 vLLM's layerwise reload buffers a layer's tensors, builds the layer in its kernels' format and
 copies that into the existing storage. So CUDA graphs stay valid, and extra memory for one layer

@@ -1,4 +1,4 @@
-"""Release of a worker's memory while the engine sleeps, for a trainer that uses the same device.
+"""Release of a worker's memory during sleep: vLLM's sleep mode on GPU, page release on CPU.
 
 On GPUs this is vLLM's sleep mode, whose allocator unmaps the memory. vLLM's CPU worker has none, so
 the whole pages of the KV cache and of the weights are returned to the system here; they read as

@@ -1,4 +1,4 @@
-"""Weights that vLLM's weight transfer engine receives from a trainer's GPU memory, in a worker.
+"""Receipt of weights from a trainer's GPU memory in a worker (vLLM's weight transfer).
 
 vLLM's engine would load each tensor into the model as it opens it. Here it opens all of them first,
 with an object in place of the model that keeps them. So what cannot be opened, or has values that

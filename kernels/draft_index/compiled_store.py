@@ -1,4 +1,4 @@
-"""Compiled store of generated texts, in which draft tokens are looked up.
+"""Python binding of the compiled draft store: lookup of drafts in generated texts.
 
 The protocol `Store` documents its methods. Not thread-safe. One call into the library does a whole
 step.

@@ -1,4 +1,4 @@
-"""Interface of the draft store, implemented by `DraftStore` and by a reference in the tests.
+"""Protocol, parameters and argument checks of the draft store.
 
 Parameters of drafting are passed to the compiled store when it is created. They were tuned on
 recorded rollouts: docs/decisions/2026-11-20-drafts.md. Both implementations check their arguments

@@ -1,4 +1,4 @@
-"""Shared-prefix decode attention on CPUs: a compiled kernel over vLLM's packed `vec` KV cache.
+"""Python binding of the compiled CPU kernel for shared-prefix decode attention.
 
 KV that rows share is read once for all of these rows; suffixes are read row by row. Shapes: T
 tokens of a step, R rows, Hq and Hkv query and KV heads, D head size, B block size.

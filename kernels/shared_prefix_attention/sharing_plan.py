@@ -1,4 +1,4 @@
-"""Sharing plan of a step: the KV blocks that batch rows share; input of every kernel here.
+"""Input of the shared-prefix attention kernels: KV blocks shared by batch rows in a step.
 
 A node is a range of physical cache blocks that several rows read. The nodes of a row are
 consecutive from position 0, for example a system prompt, a prompt and a branch. The positions after

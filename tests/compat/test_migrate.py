@@ -7,7 +7,7 @@ import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import FrontendArgs
 
-from engine.launch.vllm_args import COVERED, OWNED
+from engine.launch.vllm_argument_checks import COVERED, OWNED
 from service.compat.app import ROUTERS
 from service.config.settings import CompatApi, Settings, settings_fields
 from tests.compat.programs import ROOT, install

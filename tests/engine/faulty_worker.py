@@ -6,7 +6,7 @@ from itertools import islice
 
 import torch
 
-from engine.launch.worker import WorkerExtension
+from engine.launch.worker_extension import WorkerExtension
 from engine.weights import worker_reload
 from engine.weights.checkpoint import Checkpoint
 

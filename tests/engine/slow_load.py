@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from engine.launch.worker import WorkerExtension
+from engine.launch.worker_extension import WorkerExtension
 from engine.weights.checkpoint import Checkpoint
 
 LOAD_SECONDS = 5.0

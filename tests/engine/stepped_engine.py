@@ -13,14 +13,14 @@ import pytest
 
 from engine.kv_lifetime import version_spans
 from engine.kv_lifetime.keep_option import KEEP_KV_ARG, KeepOption
-from engine.launch import core_methods
+from engine.launch import engine_core_methods
 from engine.launch.plugin import install_patches
 from engine.sampling import support_hooks
 from engine.sampling.step_supports import rows_of
 from engine.types.kv import ExportSlot, KvLoad, KvTransferParams
 from engine.types.samples import KvVersionSpan, VersionSpan
 
-EXTENSION = "engine.launch.worker.WorkerExtension"
+EXTENSION = "engine.launch.worker_extension.WorkerExtension"
 FAULTY = "tests.engine.faulty_worker.FaultyExtension"
 WORKERS = (("vllm.v1.worker.cpu_worker", "CPUWorker"), ("vllm.v1.worker.gpu_worker", "Worker"))
 ENVIRONMENT = {
@@ -65,7 +65,7 @@ class LiveEngine:
         envs.disable_envs_cache()  # an earlier engine may have cached its own variables
 
         torch.set_num_threads(1)  # as fast for such small models, and stable on a busy machine
-        core_methods.install()
+        engine_core_methods.install()
         if patched:
             install_patches("EngineCore")
         install_hooks()

@@ -28,7 +28,7 @@ type(current_platform).is_cpu = lambda self: False
 CLOSE = """
 from types import SimpleNamespace
 import vllm.v1.worker.gpu_worker
-from engine.launch.worker import WorkerExtension
+from engine.launch.worker_extension import WorkerExtension
 from tests.engine.stepped_engine import EXTENSION, LiveEngine
 worker = vllm.v1.worker.gpu_worker.Worker
 bases = worker.__bases__

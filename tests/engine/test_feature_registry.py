@@ -12,7 +12,7 @@ from engine.drafter.feature import DraftModel
 from engine.errors import EngineDead, LoadFailed
 from engine.feature_base import StartSettings
 from engine.features import FEATURES, Features, core_methods, worker_methods
-from engine.launch.worker import WorkerExtension
+from engine.launch.worker_extension import WorkerExtension
 from engine.protocol.optional_features import DRAFT_MODEL
 from engine.runtime.engine_calls import SleepListener
 from engine.runtime.heartbeat import Heartbeat

@@ -13,7 +13,7 @@ from vllm.v1.request import Request
 
 from engine.kv_lifetime.core import version_hooks
 from engine.kv_lifetime.keep_option import KEEP_KV_ARG, KeepOption
-from engine.launch.core_methods import _clear_block_hashes, _stop_caching_running
+from engine.launch.engine_core_methods import _clear_block_hashes, _stop_caching_running
 from tests.engine.kv_lifetime.test_kv_cache_manager import BLOCK, FULL, SLIDING
 
 PROMPT = list(range(7 * BLOCK + 1))

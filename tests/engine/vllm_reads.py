@@ -53,15 +53,15 @@ class Reads:
 
 
 READS = (
-    Reads("runner", RUNNER, ("attention", "sampling/second_runner.py")),
+    Reads("runner", RUNNER, ("attention", "sampling/model_runner_v2_hooks.py")),
     Reads("runner", RUNNER, ("patches/reload_memory.py", "weights")),
-    Reads("model_runner", (*RUNNER, *FIRST_RUNNER), ("launch/worker.py", "weights")),
+    Reads("model_runner", (*RUNNER, *FIRST_RUNNER), ("launch/worker_extension.py", "weights")),
     Reads(
         "model_runner",
         (*RUNNER, *FIRST_RUNNER),
-        ("adapters/worker_methods.py", "kv_transfer/worker/methods.py"),
+        ("adapters/worker_methods.py", "kv_transfer/worker/worker_methods.py"),
     ),
-    Reads("model_runner", (*RUNNER, *FIRST_RUNNER), ("speculation/worker/methods.py",)),
+    Reads("model_runner", (*RUNNER, *FIRST_RUNNER), ("speculation/worker/worker_methods.py",)),
     Reads("worker", WORKER, ("weights",)),
     Reads("block_tables", BLOCK_TABLES, ("attention", "drafter/worker")),
     Reads("req_states", STATES, ("attention", "drafter/worker", "speculation")),
@@ -69,9 +69,9 @@ READS = (
     Reads("desc", GRAPH, ("cudagraphs/graph_candidates.py",)),
     Reads("batch", (f"{GPU}.model_runner:BatchReqState",), ("attention",)),
     Reads("batch", BATCH, ("drafter/worker",)),
-    Reads("input_batch", BATCH, ("sampling/second_runner.py",)),
+    Reads("input_batch", BATCH, ("sampling/model_runner_v2_hooks.py",)),
     Reads("input_batch", BATCH, ("speculation/worker/gpu_speculator.py",)),
-    Reads("sampler", SAMPLER, ("sampling/second_runner.py",)),
+    Reads("sampler", SAMPLER, ("sampling/model_runner_v2_hooks.py",)),
     Reads("scheduler", SCHEDULER, ("drafter/core", "kv_lifetime/core", "speculation/core")),
     Reads("scheduler", SCHEDULER, ("kv_transfer/core", "launch")),
     Reads("kv_cache_manager", KV_MANAGER, ("kv_lifetime/core", "launch")),

@@ -40,11 +40,11 @@ from engine.drafter.worker import draft_speculator
 from engine.kv_transfer import connector
 from engine.kv_transfer.worker import cache_blocks, cuda_block_exporter, cuda_block_loader
 from engine.kv_transfer.worker import cuda_host_memory, export_setup, export_writer, loader
-from engine.launch import core_methods, worker
+from engine.launch import engine_core_methods, worker_extension
 from engine.cudagraphs import graph_candidates
-from engine.speculation import proposer
+from engine.speculation import custom_class_proposer
 from engine.speculation.worker import gpu_speculator
-from engine.speculation.worker import mrv2_speculators
+from engine.speculation.worker import speculator_factory
 from engine.weights import worker_reload
 
 assert vllm.__file__.startswith({site!r}), vllm.__file__
@@ -52,8 +52,8 @@ assert not current_platform.is_cpu()
 before = {{cls: dict(vars(cls)) for cls in (BlockTables, GPUModelRunner, ModelCudaGraphManager)}}
 cuda_steps.install()
 graph_candidates.install_plan(Plan(shapes=(), estimated_bytes=0, budget_bytes=None))
-core_methods.install()
-mrv2_speculators.install()
+engine_core_methods.install()
+speculator_factory.install()
 assert hasattr(model_runner.init_speculator, "__wrapped__")
 assert not draft_speculator.DraftSpeculator.__abstractmethods__
 gpu_speculator.load_drafts_before_inputs()
@@ -73,7 +73,7 @@ assert changed == {{
     "ModelCudaGraphManager.capture",
     "ModelCudaGraphManager.dispatch",
 }}, changed
-own = [name for name in dir(worker.WorkerExtension) if not name.startswith("__")]
+own = [name for name in dir(worker_extension.WorkerExtension) if not name.startswith("__")]
 assert own and not any(hasattr(Worker, name) for name in own), own
 abstract = connector.PromptKvConnector.__abstractmethods__
 assert not abstract, abstract

@@ -1,4 +1,4 @@
-"""Choice of one draft length for all rows of a batch, held for a few steps to time them.
+"""Policy for the draft length of a whole batch, from measured acceptance and step times.
 
 The choice is made by the speculation `Controller` of mode `siblings`, with its cost model and its
 limits on losses. The controller considers single tokens of single rows; here it receives identical

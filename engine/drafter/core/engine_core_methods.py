@@ -1,4 +1,4 @@
-"""RPC methods added to EngineCore for the drafter; they run between two steps."""
+"""Methods added to vLLM's EngineCore for the draft model: start, profile, change of version."""
 
 import hashlib
 from typing import TYPE_CHECKING, Any

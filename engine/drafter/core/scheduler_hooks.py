@@ -1,4 +1,4 @@
-"""Hooks around EngineCore's scheduler that set the draft length and count acceptance.
+"""Hooks in vLLM's scheduler (EngineCore) that set the draft length and count acceptance.
 
 vLLM's scheduler reads one draft length for the whole batch from a table over batch sizes; every
 entry of the table is set before a step is scheduled. The drafts made in a step are verified in the

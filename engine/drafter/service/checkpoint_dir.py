@@ -1,4 +1,4 @@
-"""Directory with the drafter versions of one target model, kept between runs.
+"""Directory on disk with the checkpoints of all drafter versions of one target model.
 
     <version>.safetensors    the drafter in use, and one in an A/B test or queued for it
     serving.json             the version in use

@@ -1,4 +1,4 @@
-"""Drafter of a running engine, with promotion of new versions and training.
+"""Controller of the draft model in the service's process: promotion and training.
 
 It runs in the service process, on its event loop, and once a second polls the counters of
 EngineCore and the trainer. A failure here costs drafts or training, never a sample.

@@ -1,4 +1,4 @@
-"""Initial drafter of a target model: a configured one, or a small randomly initialized one.
+"""First draft model of a target model: a configured checkpoint, or small random weights.
 
 The cost of a model per token is estimated as its number of weights in matrix products: the layers
 and the head.

@@ -1,4 +1,4 @@
-"""Process that trains a drafter on served samples: `python -m engine.drafter.trainer`.
+"""Training process of the draft model: `python -m engine.drafter.trainer`.
 
 It reads messages as JSON lines from standard input and writes its own to standard output. It ends
 when its input does.

@@ -1,4 +1,4 @@
-"""Command line of the drafter's trainer, which runs at the lowest priority until its input ends."""
+"""Command line of the training process: low priority, ends with its standard input."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""Messages to and from the drafter's trainer, one JSON object per line.
+"""JSON-line messages between the service and the training process of the draft model.
 
 This module does not import torch.
 """

@@ -1,4 +1,4 @@
-"""Training of a drafter as a Hugging Face model, in float32, on one thread.
+"""Training step, loss and checkpoints of the draft model (Hugging Face, float32, one thread).
 
 The targets are the next tokens of responses or their distributions (`compute_loss`). Parameters
 that are not trained (see `TrainedParameters`) are neither changed nor saved: a checkpoint holds the

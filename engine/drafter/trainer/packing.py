@@ -1,4 +1,4 @@
-"""Packing of training samples of any length into one row, each attending only to itself.
+"""Packing of several training samples into one sequence with a block-diagonal mask.
 
 Shape suffixes: T tokens of the row, R positions with recorded top-k tokens, K of them.
 """

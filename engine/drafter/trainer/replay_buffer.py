@@ -1,4 +1,4 @@
-"""Replay buffer of the trainer: the latest samples, and long ones of earlier weights versions.
+"""Replay buffer of training samples: the latest, and long ones of earlier weights versions.
 
 The first responses to finish are short ones: a trainer that saw only the latest would forget how
 long ones continue. So when the weights change, the longest responses of earlier versions are kept

@@ -1,4 +1,4 @@
-"""Training loop that trains while there are new samples, and publishes drafters periodically."""
+"""Training loop of the draft model: waits for samples, trains, publishes checkpoints."""
 
 import time
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""CUDA graphs of the draft model's passes in vLLM's Model Runner V2.
+"""CUDA graph manager of the draft model's forward passes (vLLM's Model Runner V2).
 
 There are two kinds of graphs, captured and dispatched by vLLM's graph manager for draft models:
 

@@ -1,4 +1,4 @@
-"""Passes of a separate draft model in vLLM's Model Runner V2, eager or with CUDA graphs.
+"""Subclass of vLLM's StandaloneARSpeculator: draft model passes in CUDA graphs.
 
 The drafts are those of vLLM's `StandaloneARSpeculator`, which has no graphs.
 """

@@ -1,4 +1,4 @@
-"""Drafting with a separate model in vLLM's Model Runner V2: as many passes as there are drafts.
+"""Speculator (vLLM's Model Runner V2) with a draft length that varies from step to step.
 
 vLLM's `StandaloneARSpeculator` runs the draft model as often as the longest draft allows, in every
 step and without CUDA graphs. `DraftSpeculator` runs it exactly as often as the step's draft length.

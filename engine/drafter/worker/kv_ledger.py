@@ -1,4 +1,4 @@
-"""Record of the KV cache blocks that hold the draft model's keys and values.
+"""Tracking of KV cache blocks with missing draft-model KV after steps without drafts.
 
 In a step without drafts the draft model does not run, so the blocks that the step fills lack the
 draft model's KV. The first step that drafts again computes what is missing. The record is per block

@@ -1,4 +1,4 @@
-"""vLLM's queue of free blocks, extended by retained blocks, which are evicted last.
+"""Subclass of vLLM's queue of free KV blocks: retained blocks are evicted last.
 
 Retained blocks have no reference: they count as free, as all cached blocks of finished requests do.
 So an allocation succeeds exactly if it would succeed without retention, no request is preempted

@@ -1,4 +1,4 @@
-"""RPC methods added to EngineCore for the retained KV of sessions; they run between two steps."""
+"""Methods added to vLLM's EngineCore to retain and release the KV of agent sessions."""
 
 from collections.abc import Sequence, Set
 from functools import partial

@@ -1,4 +1,4 @@
-"""KV blocks that chains keep across weights updates, and the weights versions of requests' KV.
+"""Record of KV blocks kept across weights updates, with their weights versions (EngineCore).
 
 Runs in EngineCore. A chain is all requests with the same private `cache_salt` and the option to
 keep KV; nobody else's requests have the hashes of its blocks. Its cached blocks remain after an

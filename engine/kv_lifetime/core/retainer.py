@@ -1,4 +1,4 @@
-"""Retains the KV of paused agent sessions in EngineCore, so that other requests do not evict it.
+"""Retention of the KV of paused agent sessions in EngineCore, with limits and expiry.
 
 When a request of a session ends, the cached blocks of its tokens are retained: vLLM evicts them
 after all other cached blocks. An allocation that needs them takes those of the path that was

@@ -1,4 +1,4 @@
-"""Hooks in vLLM's EngineCore that record the weights versions of KV."""
+"""Patches of vLLM's KV cache and scheduler in EngineCore that record weights versions of KV."""
 
 import functools
 from typing import TYPE_CHECKING, Any, Final

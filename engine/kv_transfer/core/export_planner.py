@@ -1,4 +1,4 @@
-"""Planner of prompt KV exports in EngineCore: which prompts a step completes, and their weights.
+"""Scheduler side of prompt KV exports in EngineCore: choice of prompts, held blocks.
 
 A prompt is exported after the step that prefills the last token to export. Its blocks are held, as
 the workers read them while later steps run. Its KV belongs to one epoch, the time between two

@@ -1,4 +1,4 @@
-"""Plans loads in EngineCore: which spans of a prompt are loaded instead of prefilled.
+"""Scheduler side of KV loads in EngineCore: parts of a prompt to load and not prefill.
 
 A span is loaded if everything before it is cached, and only from exports written under the current
 weights version: names are recorded when their export is scheduled, and cleared when the weights

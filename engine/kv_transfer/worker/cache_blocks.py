@@ -1,4 +1,4 @@
-"""Copies KV between a worker's cache blocks and the arena: the interface, and vLLM's CPU backend.
+"""Protocols for copies between KV cache blocks and the shared-memory arena; CPU version.
 
 cuda_blocks and cuda_writer have the implementations for GPUs.
 

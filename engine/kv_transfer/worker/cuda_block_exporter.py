@@ -1,4 +1,4 @@
-"""Copies KV from a GPU's cache blocks to the arena. See cache_blocks for the interface.
+"""GPU version of the export copy: KV cache blocks to the shared-memory arena.
 
 An export is gathered part by part, for all layers at once, into a staging buffer on the GPU, and
 copied from there to the arena, by a thread and a stream of its own, while the next steps run. If

@@ -1,4 +1,4 @@
-"""Loader of KV from host memory into a GPU's cache blocks, by one kernel for all layers.
+"""GPU version of the load copy: host memory to KV cache blocks, one kernel for all layers.
 
 One kernel writes the blocks of all layers. It reads host memory over the bus, so that no GPU memory
 is needed: the arena itself where the driver has registered it, else pinned buffers to which the

@@ -1,4 +1,4 @@
-"""Registration of host memory with the CUDA driver, and the threads that copy KV."""
+"""Registration of host memory with CUDA, and background threads for KV copies."""
 
 import mmap
 import queue

@@ -1,4 +1,4 @@
-"""Preparation and flush of prompt KV exports in a worker, and the check of rotary embeddings.
+"""Worker setup for prompt KV exports: layer formats, rotary embedding check, flush.
 
 The rotary embedding of the served model, from its configuration, is checked against vLLM's tables.
 If they differ, or if layers have different embeddings, keys cannot be shifted.

@@ -1,4 +1,4 @@
-"""Exports the KV of prompts that a step completes, by copying this rank's heads to the arena.
+"""Export of a prompt's KV from a worker to the arena: this rank's heads, then its status.
 
 The KV bytes are written first, the rank's status last. On any failure the status becomes FAILED, if
 it can be written. A region outside the arena has no other effect; any other failure disables

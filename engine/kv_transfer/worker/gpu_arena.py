@@ -1,4 +1,4 @@
-"""GPU memory of a rank in which exported KV stays until its leases end, for readers without a copy.
+"""GPU buffer of exported KV, read by other processes on the host over CUDA IPC.
 
 Processes on the same host open it by CUDA IPC. The service allocates parts of it; offsets are the
 same on every rank. A part has the rank's heads of a prompt, [L, 2, H, T, D], contiguous.

@@ -1,4 +1,4 @@
-"""Loader of exported KV into the cache blocks of a step, in a worker, before the forward pass.
+"""Loading of exported KV into a worker's KV cache before the forward pass.
 
 A span whose keys are only shifted is read directly from the arena. Predicted spans and spans that
 share a block are assembled first, in parts small enough to limit memory. Prediction weights are

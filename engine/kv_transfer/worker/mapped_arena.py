@@ -1,4 +1,4 @@
-"""Maps the service's arenas (files for KV) in a worker, and checks bounds before each access.
+"""Memory map of the shared-memory arenas in a worker, with bounds checks.
 
 A store to a page beyond the file, or to a hole of it on a full mount, raises SIGBUS, which no guard
 catches and which ends every sample. So before every copy the file's size is checked and the pages

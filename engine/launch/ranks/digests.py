@@ -1,4 +1,4 @@
-"""Digests of what the machines of an engine must have in common, and their comparison."""
+"""Comparison of package versions, models and settings between an engine's machines."""
 
 import asyncio
 import hashlib

@@ -1,4 +1,4 @@
-"""Engines whose ranks are on several machines: checks of a start, and network variables."""
+"""Setup of an engine on several machines: start checks, network variables."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""vLLM's ranks on a machine other than the first: started here, called by EngineCore there.
+"""Start and supervision of vLLM's ranks on the second and further machines of an engine.
 
 vLLM's workers wait for calls without a limit, also after EngineCore's machine is gone. So a
 connection to rank 0, at its port for torch.distributed, is held open and watched.
@@ -20,7 +20,7 @@ from engine.launch.arguments import WORKER_EXTENSION
 from engine.launch.model_files import resolve_served_model
 from engine.launch.processes import VllmProcesses, kill_processes
 from engine.launch.ranks.machines import check_ray
-from engine.launch.vllm_args import check_vllm_args
+from engine.launch.vllm_argument_checks import check_vllm_args
 from engine.runtime.leftover_files import remove_leftover_shared_memory
 from engine.settings import EngineSettings
 from engine.settings.base import Section

@@ -1,4 +1,4 @@
-"""Choice of the data-parallel engine for each request, in the service's process.
+"""Routing of requests to data-parallel engines, by shared KV and load (service's process).
 
 vLLM sends a request without a rank to the engine with the fewest requests. So the samples of a
 group would run on all engines, and each would prefill the prompt. Requests that share KV go to the

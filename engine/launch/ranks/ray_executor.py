@@ -1,4 +1,4 @@
-"""vLLM's Ray executor, whose ranks are Coppice's, and which also runs on CPUs.
+"""Subclass of vLLM's Ray executor: ranks with Coppice's environment, also on CPUs.
 
 EngineCore is the driver of a Ray job. The ranks are actors of the job, so Ray ends them when
 EngineCore ends, also if it is killed. EngineCore fails when an actor has ended.

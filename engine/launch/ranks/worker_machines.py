@@ -1,4 +1,4 @@
-"""Methods of vLLM's worker class for engines on several machines. They never raise."""
+"""Worker methods for engines on several machines: digests, local paths, file checks."""
 
 from pathlib import Path
 from typing import Any

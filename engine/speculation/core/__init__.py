@@ -1,1 +1,1 @@
-"""Sibling drafts in EngineCore, for Model Runner V2."""
+"""Draft lookup in EngineCore, for Model Runner V2 (GPU)."""

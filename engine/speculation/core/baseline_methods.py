@@ -1,4 +1,4 @@
-"""RPC methods added to EngineCore that measure the baseline, and the timing of its steps."""
+"""Methods added to vLLM's EngineCore that measure step times without speculation."""
 
 import time
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""RPC methods added to EngineCore for sibling drafts on a GPU; they run between two steps."""
+"""Methods added to vLLM's EngineCore that start and profile sibling drafts on a GPU."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Engine step in progress, with the drafts that were looked up for it."""
+"""Data types of a scheduled engine step and the drafts looked up for it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Hooks around EngineCore's scheduler that look drafts up while the GPU runs the step before.
+"""Hooks in vLLM's scheduler (EngineCore, GPU): draft lookup during the previous step.
 
 With asynchronous scheduling vLLM schedules step t + 2 when the tokens of step t have arrived on the
 host, while step t + 1 is running. Here drafts are looked up at that time, from the tokens up to

@@ -1,4 +1,4 @@
-"""Choice of one draft length for all rows of a step, among lengths that have CUDA graphs."""
+"""Controller for a single draft length per step, limited to lengths with CUDA graphs."""
 
 from collections.abc import Mapping
 

@@ -1,8 +1,8 @@
-"""Speculator of Model Runner V2 for drafts that EngineCore looked up during the step before.
+"""Speculator class of Model Runner V2: uses drafts looked up by EngineCore.
 
 vLLM has no speculator for drafts from outside. Its GPU n-gram method comes closest: it keeps Model
 Runner V2, asynchronous scheduling and full CUDA graphs, and needs no draft model. So the engine is
-configured with that method, and `mrv2_speculators` creates this class instead.
+configured with that method, and `speculator_factory` creates this class instead.
 
 The drafts of a step arrive with the scheduler's output. Before the step's inputs are prepared, they
 are copied to the device from pinned memory, and realigned there after the sampled tokens of the

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from engine.cudagraphs.counters import Counters, Snapshot, aggregate_ranks
-from engine.cudagraphs.from_settings import graph_memory, plan_for_start
 from engine.cudagraphs.plan_from_environment import graph_plan
+from engine.cudagraphs.plan_from_settings import graph_memory, plan_for_start
 from engine.cudagraphs.planner import Plan
 from engine.cudagraphs.settings import GraphsSettings
 from engine.cudagraphs.shapes import decode

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.cudagraphs.from_settings import set_planned_graphs
+from engine.cudagraphs.plan_from_settings import set_planned_graphs
 from engine.cudagraphs.planner import Plan
 from engine.cudagraphs.shapes import decode, mixed
 from engine.speculation.settings import SpeculationSettings

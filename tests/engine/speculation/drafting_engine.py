@@ -14,10 +14,10 @@ from engine.attention.settings import AttentionSettings
 from engine.runtime.process_environment import CACHE_ENV
 from engine.speculation import settings as process_settings
 from engine.speculation.controller import Controller, Draft
-from engine.speculation.proposer import Proposer
+from engine.speculation.cpu_speculator import Speculator, TokenLists
+from engine.speculation.custom_class_proposer import Proposer
 from engine.speculation.request_table import GROUP_ARG, NO_DRAFTS_ARG
 from engine.speculation.settings import SpeculationSettings
-from engine.speculation.speculator import Speculator, TokenLists
 from kernels.draft_index.compiled_store import is_built
 from kernels.draft_index.store_protocol import Int32Array
 from tests.engine.speculation.distributions import VOCAB
@@ -59,7 +59,7 @@ def drafting_engine(
     sequences = settings.setdefault("max_num_seqs", 32)
     config = {
         "method": "custom_class",
-        "model": "engine.speculation.proposer.Proposer",
+        "model": "engine.speculation.custom_class_proposer.Proposer",
         "num_speculative_tokens": LONGEST,
         "num_speculative_tokens_per_batch_size": [(1, sequences, LONGEST)],
     }

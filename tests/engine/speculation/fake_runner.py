@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from engine.speculation.cpu_speculator import Speculator
 from engine.speculation.request_table import GROUP_ARG, NO_DRAFTS_ARG
-from engine.speculation.speculator import Speculator
 
 WIDTH = 256
 EOS = 99

@@ -9,7 +9,7 @@ import pytest
 
 from engine.requests.request_params import sampling_params
 from engine.sampling import control_hooks
-from engine.speculation.proposer import Proposer
+from engine.speculation.custom_class_proposer import Proposer
 from engine.types.samples import SampleRequest, Sampling, StructuredOutputs
 from tests.engine.seedling import MODEL
 from tests.engine.speculation.drafting_engine import drafting_engine

@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.runtime.feature_guard import FeatureState, features
-from engine.speculation import proposer as proposers
+from engine.speculation import custom_class_proposer as proposers
 from engine.speculation.counters import COUNTERS, Snapshot
-from engine.speculation.proposer import Proposer
+from engine.speculation.custom_class_proposer import Proposer
 from tests.engine.greedy import assert_greedy
 from tests.engine.random_models import make_models
 from tests.engine.seedling import teacher_forced

@@ -8,8 +8,8 @@ from engine.speculation.calibration import DraftCalibration
 from engine.speculation.controller import BACKOFF_AFTER, MAX_BACKOFF_STEPS, Controller, Draft
 from engine.speculation.cost import StepCostModel
 from engine.speculation.counters import Counters
+from engine.speculation.cpu_speculator import Speculator
 from engine.speculation.request_table import Batch, TrackedRequest
-from engine.speculation.speculator import Speculator
 from kernels.draft_index.store_protocol import DraftBatch, Int32Array
 from tests.engine.speculation.cost_simulator import Machine
 from tests.engine.speculation.fake_runner import Runner

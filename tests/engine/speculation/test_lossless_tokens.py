@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine.speculation.proposer import Proposer
+from engine.speculation.custom_class_proposer import Proposer
 from tests.engine.speculation.distributions import (
     VOCAB,
     Floats,

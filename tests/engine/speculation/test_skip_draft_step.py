@@ -11,8 +11,8 @@ import pytest
 from engine.speculation.controller import Controller, Draft, Int64Array
 from engine.speculation.cost import StepCostModel
 from engine.speculation.counters import Counters
+from engine.speculation.cpu_speculator import Speculator
 from engine.speculation.draft_verification import DraftStepSkipper
-from engine.speculation.speculator import Speculator
 from kernels.draft_index.store_protocol import Int32Array, InvalidCall
 from tests.engine.speculation.cost_simulator import Machine
 from tests.engine.speculation.drafting_engine import SendAllDrafts

@@ -1,4 +1,4 @@
-"""One speculation step: store the tokens of the last step, then propose drafts for the next.
+"""Draft lookup in a CPU worker (Model Runner V1): stores a step's tokens, proposes drafts.
 
 It runs after every step, in the thread that runs the steps, on the rank whose drafts count. A step
 that verified drafts requests the next ones as vLLM's draft method; after other steps

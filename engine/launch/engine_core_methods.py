@@ -1,4 +1,4 @@
-"""Methods added to EngineCore, called with `VllmProcesses.call_cores(name)`.
+"""Methods added to vLLM's EngineCore: ping, prefix cache reset, pool check.
 
 They run in EngineCore's busy loop, between two steps. Exceptions are returned to the caller and do
 no harm. Results are sent as msgpack.

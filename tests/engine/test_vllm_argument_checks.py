@@ -10,7 +10,7 @@ import yaml
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from engine.errors import StartFailed
-from engine.launch import vllm_args
+from engine.launch import vllm_argument_checks
 from engine.settings import EngineSettings
 from engine.settings.vllm_arguments import PASSED_UNCHANGED
 from service.serve_components import ServeComponents
@@ -82,7 +82,7 @@ def test_setting_reaches_vllm_under_either_name(name: str, value: object) -> Non
 
 
 def test_every_setting_passed_unchanged_is_an_argument_of_vllm() -> None:
-    assert set(PASSED_UNCHANGED) <= vllm_args._types().keys()
+    assert set(PASSED_UNCHANGED) <= vllm_argument_checks._types().keys()
 
 
 def test_by_default_vllm_decides_about_async_scheduling_and_runs_no_code_of_models() -> None:
@@ -124,29 +124,31 @@ def test_setting_passed_unchanged_is_checked_against_the_type_of_vllm() -> None:
         arguments(kv_cache_dtype="int3")
 
 
-@pytest.mark.parametrize("name", sorted(vllm_args.COVERED))
+@pytest.mark.parametrize("name", sorted(vllm_argument_checks.COVERED))
 def test_argument_of_a_setting_with_another_name_is_refused_with_that_name(name: str) -> None:
     assert refusal(**{name: 1}) == (
-        f"engine.vllm_args.{name}: set {vllm_args.COVERED[name]} instead"
+        f"engine.vllm_args.{name}: set {vllm_argument_checks.COVERED[name]} instead"
     )
 
 
-@pytest.mark.parametrize("name", [*sorted(vllm_args.OWNED), "data_parallel_rank"])
+@pytest.mark.parametrize("name", [*sorted(vllm_argument_checks.OWNED), "data_parallel_rank"])
 def test_argument_of_the_server_is_refused_with_the_reason(name: str) -> None:
-    reason = vllm_args.OWNED.get(name, "engine.data_parallel_size")
+    reason = vllm_argument_checks.OWNED.get(name, "engine.data_parallel_size")
     text = refusal(**{name: 1})
     assert text.startswith(f"engine.vllm_args.{name} cannot be set: ") and reason in text
 
 
 def test_refused_names_are_arguments_of_vllm() -> None:
-    assert (vllm_args.COVERED.keys() | vllm_args.OWNED.keys()) <= vllm_args._types().keys()
+    assert (
+        vllm_argument_checks.COVERED.keys() | vllm_argument_checks.OWNED.keys()
+    ) <= vllm_argument_checks._types().keys()
 
 
 def test_names_of_the_settings_in_the_refusals_exist() -> None:
     from service.config.settings import settings_fields
 
     known = {f"{section}.{name}" for section, name, _ in settings_fields()}
-    named = {path for path in vllm_args.COVERED.values() if "variable" not in path}
+    named = {path for path in vllm_argument_checks.COVERED.values() if "variable" not in path}
     assert named <= known
 
 
@@ -154,11 +156,11 @@ def test_everything_that_the_server_sets_is_covered_owned_or_meant_to_be_replace
     """A new argument of the server must be classified here."""
     plain = AsyncEngineArgs(model=str(MODEL))
     ours = engine_arguments(EngineSettings(max_adapters=1), MODEL, on_cpu=True)
-    different = {name for name in vllm_args._types() if _differs(plain, ours, name)}
+    different = {name for name in vllm_argument_checks._types() if _differs(plain, ours, name)}
     from engine.settings.vllm_arguments import SAME_NAMES
 
     replaceable = {"use_tqdm_on_load"}
-    known = vllm_args.COVERED.keys() | vllm_args.OWNED.keys() | SAME_NAMES
+    known = vllm_argument_checks.COVERED.keys() | vllm_argument_checks.OWNED.keys() | SAME_NAMES
     assert different - known == replaceable
 
 
@@ -175,7 +177,7 @@ def test_no_caller_reaches_an_engine_argument() -> None:
     document = yaml.safe_load((ROOT / "openapi.yaml").read_text(encoding="utf-8"))
     fields = set(_property_names(document))
     sensitive = {"trust_remote_code", "hf_overrides", "load_format", "vllm_args", "quantization"}
-    engine_arguments = (sensitive | vllm_args.OWNED.keys()) - {"logprobs_mode"}
+    engine_arguments = (sensitive | vllm_argument_checks.OWNED.keys()) - {"logprobs_mode"}
     assert len(fields) > 100 and not fields & engine_arguments
 
 

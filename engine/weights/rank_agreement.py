@@ -1,4 +1,4 @@
-"""Agreement of all ranks of an engine on whether a call has failed."""
+"""Collective that tells all ranks which ranks failed, so that they decide alike."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""Exports prompts whose layers have several cache layouts, with one status for all of them.
+"""Prompt KV export for models with several KV cache layouts (full and sliding window).
 
 Each layout has a writer of its own, which fills the layout's region of the slot. The last one to
 end writes the status.

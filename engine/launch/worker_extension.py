@@ -1,4 +1,4 @@
-"""Methods that vLLM mixes into its worker class, for calls by the service.
+"""Worker extension class of vLLM (`worker_extension_cls`): info, counters, sleep, features.
 
 A method that the service calls never raises. Under tensor parallelism vLLM stops reading results at
 the first rank that raises, and the next call would read the remaining ones. So errors are returned

@@ -7,8 +7,8 @@ import pytest
 
 from engine.speculation.controller import Draft
 from engine.speculation.counters import Counters
+from engine.speculation.cpu_speculator import Speculator
 from engine.speculation.drafting_base import STORE_UPDATE_INTERVAL
-from engine.speculation.speculator import Speculator
 from kernels.draft_index.store_protocol import Int32Array
 from tests.engine.speculation.drafting_engine import SendAllDrafts
 from tests.engine.speculation.fake_runner import EOS, Runner

@@ -1,4 +1,4 @@
-"""Methods of vLLM's worker class for sibling drafts on a CPU. They never raise.
+"""Methods added to vLLM's workers for sibling drafts on a CPU: start, profile.
 
 The draft proposer is attached on rank 0, whose drafts are used by all ranks. All ranks sample
 identically, with the same hooks in their model runners.

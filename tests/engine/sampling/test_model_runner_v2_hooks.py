@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from coppice.wire.columns.support import decode_ids
-from engine.sampling import second_runner
+from engine.sampling import model_runner_v2_hooks
 from engine.sampling.requested_logprobs import LogprobValues, RequestedLogprobs
 from engine.sampling.step_supports import SUPPORT_ARG, StepSupport, rows_of
 
@@ -120,7 +120,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
     class Runner(GPUModelRunner):  # type: ignore[misc]
         pass
 
-    second_runner.install(Runner, Sampler)
+    model_runner_v2_hooks.install(Runner, Sampler)
     return connected(Runner, Sampler, rejection.RejectionSampler, states.SamplingStates)
 
 

@@ -1,4 +1,4 @@
-"""Checks of vLLM's engine arguments in the settings, against the types that vLLM declares.
+"""Validation of the setting `engine.vllm_args` against vLLM's engine arguments.
 
 An argument is refused, with the reason, if vLLM has no such argument, if its value has another
 type, if another setting covers it, or if the server depends on its value.

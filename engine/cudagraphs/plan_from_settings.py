@@ -1,4 +1,4 @@
-"""CUDA graph plan of an engine, made from the service's settings."""
+"""CUDA graph plan computed from the engine settings, in the service's process."""
 
 import logging
 from pathlib import Path

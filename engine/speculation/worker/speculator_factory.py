@@ -1,4 +1,4 @@
-"""Creation of the speculator of vLLM's Model Runner V2 for `speculation.mode`.
+"""Patch of vLLM's `init_speculator` (Model Runner V2): returns Coppice's speculators.
 
 The model runner calls vLLM's factory `init_speculator`, which has no extension point for classes of
 others.

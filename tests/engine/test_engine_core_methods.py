@@ -5,7 +5,7 @@ from typing import Any
 
 from vllm.v1.executor.multiproc_executor import FutureWrapper, MultiprocExecutor
 
-from engine.launch.core_methods import WorkerCounters
+from engine.launch.engine_core_methods import WorkerCounters
 
 
 class Workers(MultiprocExecutor):  # type: ignore[misc]

@@ -42,7 +42,7 @@ def arena(tmp_path: Path) -> TestArena:
 
 def writer(guard: Feature) -> Any:
     """A writer over caches whose blocks contain their own number; `l.1` adds 10."""
-    from engine.kv_transfer.worker.prompt_writer import PromptWriter
+    from engine.kv_transfer.worker.multi_layout_writer import PromptWriter
 
     numbers = torch.arange(4.0).view(-1, 1, 1, 1)
     prompt_writer = PromptWriter(layouts(), 0, guard)

@@ -1,4 +1,4 @@
-"""Hooks in the sampler of vLLM's second model runner for supports and requested logprobs.
+"""Hooks in Model Runner V2's sampler: sampling supports and extra logprobs.
 
 vLLM's kernel makes the masks of a step. The requested logprobs are gathered from the logits of
 which vLLM computes the logprobs of the sampled tokens.

@@ -1,4 +1,4 @@
-"""Draft proposer that vLLM loads as its `custom_class` on CPU; only the first rank drafts.
+"""Draft proposer class for vLLM's speculative method `custom_class` (CPU, first rank).
 
 vLLM constructs it with the engine and passes it neither requests nor the model runner, so a worker
 RPC attaches it to the runner afterwards. Before that, and after its first error, it returns empty
@@ -14,9 +14,9 @@ from engine.speculation.calibration import DraftCalibration
 from engine.speculation.controller import Controller
 from engine.speculation.cost import Profile, Step
 from engine.speculation.counters import COUNTERS
+from engine.speculation.cpu_speculator import Speculator, TokenLists
 from engine.speculation.draft_verification import DraftStepSkipper, DraftVerifier
 from engine.speculation.drafting_base import STORE_BYTES
-from engine.speculation.speculator import Speculator, TokenLists
 from kernels.draft_index.compiled_store import DraftStore
 from kernels.draft_index.store_protocol import Int32Array
 

@@ -1,4 +1,4 @@
-"""Methods of vLLM's worker class for prompt KV. They never raise."""
+"""Methods added to vLLM's workers for prompt KV: prepare and flush exports."""
 
 from typing import Any
 

@@ -13,7 +13,7 @@ from engine.drafter.feature import register_speculator
 from engine.drafter.worker import draft_speculator
 from engine.speculation import settings as process_settings
 from engine.speculation.settings import SpeculationMode, SpeculationSettings
-from engine.speculation.worker import gpu_speculator, mrv2_speculators
+from engine.speculation.worker import gpu_speculator, speculator_factory
 
 
 def stock(vllm_config: Any, device: Any, req_states: Any) -> str:
@@ -46,7 +46,7 @@ def test_speculator_is_that_of_the_mode(
     mode: SpeculationMode, speculator: str, spec_decode: Any
 ) -> None:
     process_settings.install(SpeculationSettings(mode=mode))
-    mrv2_speculators.install()
+    speculator_factory.install()
     assert spec_decode.init_speculator(None, "cuda", None) == speculator
 
 
@@ -54,10 +54,10 @@ def test_model_runner_that_is_already_imported_is_changed_too(
     spec_decode: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = SimpleNamespace(init_speculator=stock)
-    monkeypatch.setitem(sys.modules, mrv2_speculators.MODEL_RUNNER, runner)
+    monkeypatch.setitem(sys.modules, speculator_factory.MODEL_RUNNER, runner)
     process_settings.install(SpeculationSettings(mode="drafter"))
     for _ in range(2):
-        mrv2_speculators.install()
+        speculator_factory.install()
     assert runner.init_speculator is spec_decode.init_speculator
     assert runner.init_speculator.__wrapped__ is stock
 
@@ -65,7 +65,7 @@ def test_model_runner_that_is_already_imported_is_changed_too(
 def runner_source() -> str:
     from importlib.util import find_spec
 
-    found = find_spec(mrv2_speculators.MODEL_RUNNER)
+    found = find_spec(speculator_factory.MODEL_RUNNER)
     assert found is not None and found.origin is not None
     return Path(found.origin).read_text()
 
