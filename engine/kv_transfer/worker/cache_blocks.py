@@ -1,6 +1,6 @@
 """Protocols for copies between KV cache blocks and the shared-memory arena; CPU version.
 
-cuda_blocks and cuda_writer have the implementations for GPUs.
+cuda_block_exporter and cuda_block_loader have the implementations for GPUs.
 
 `BlockReader.copy` either raises, or calls `on_done` exactly once, with None or the failure, when
 the bytes have been written or never will be. No block is read after that, so the scheduler may
