@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, TypeVar
 
 from engine.errors import StartFailed
-from engine.runtime.engine_calls import RunningEngine, SleepListener
+from engine.runtime.engine_protocols import RunningEngine, SleepListener
 from engine.settings import EngineSettings
 from engine.settings.base import Section
 from engine.types.feature_stats import FeatureStatus

@@ -15,7 +15,7 @@ from engine.drafter.feature import DraftModel
 from engine.feature_base import EngineFeature, Ping, StartSettings
 from engine.kv_lifetime.feature import KeptKv, SessionKvRetention
 from engine.kv_transfer.feature import KvOffloading, PromptKvExport
-from engine.runtime.engine_calls import RunningEngine, SleepListener
+from engine.runtime.engine_protocols import RunningEngine, SleepListener
 from engine.runtime.feature_guard import attempt
 from engine.speculation.feature import Speculation
 from engine.types.feature_stats import FeatureStatus

@@ -14,7 +14,7 @@ from engine.launch.monitor import EngineMonitor
 from engine.launch.processes import VllmProcesses, kill_processes
 from engine.launch.ranks.data_parallel import check_settings
 from engine.launch.ranks.digests import synchronize_machines
-from engine.launch.ranks.machines import check_ray, check_serves
+from engine.launch.ranks.multi_machine_setup import check_ray, check_serves
 from engine.launch.vllm_argument_checks import check_vllm_args
 from engine.parts.generation import VllmGeneration
 from engine.parts.text import VllmText

@@ -17,7 +17,7 @@ main() {
             shared_prefix_kernel)
                 bench "$name"
                 COPPICE_SHARED_PREFIX_ISA=avx2 bench "$name" ;;
-            *_gpu) if nvidia-smi -L >/dev/null 2>&1; then bench "$name"; fi ;;
+            *_gpu) if nvidia-smi -L >/dev/null 2>&1; then bench "$name" --out bench/records/gpu; fi ;;
             *) bench "$name" ;;
         esac
     done

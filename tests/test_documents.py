@@ -50,6 +50,13 @@ def statements(path: str, text: str) -> list[str]:
     return [f"{path}: {found}" for found in UNTRIED.findall(" ".join(text.split()))]
 
 
+def test_files_that_contributors_are_to_change_exist() -> None:
+    named = re.findall(r"`((?:[\w.-]+/)+[\w.-]+\.\w+)`", (ROOT / "CONTRIBUTING.md").read_text())
+    assert len(named) > 50
+    missing = [path for path in named if "NAME" not in path and not (ROOT / path).exists()]
+    assert not missing
+
+
 def test_only_the_status_table_states_what_has_not_run_on_a_gpu() -> None:
     suffixes = {".md", ".py", ".yaml", ".yml", ".svg", ".sh", ".toml", ".json", ".cpp", ".h"}
     files = [*ROOT.glob("*.*"), *(file for name in FOLDERS for file in (ROOT / name).rglob("*"))]

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from coppice.wire.rollouts import PromptSpan
 from kernels.rope_shift import parse_rotary, shift_keys
 from service.kv.spans.prompt_template import joined
-from service.kv.spans.splicing import TokenRun, token_runs
+from service.kv.spans.spliced_prompt import TokenRun, token_runs
 
 
 class HfAssembler:

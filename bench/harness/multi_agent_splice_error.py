@@ -27,7 +27,7 @@ from bench.harness.hf_splice import HfAssembler, divergence
 from coppice.wire.rollouts import PromptSpan
 from examples.seedling import multi_agent_task
 from service.kv.spans.prompt_template import joined
-from service.kv.spans.splicing import token_runs
+from service.kv.spans.spliced_prompt import token_runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from bench.harness.hf_splice import HfAssembler, divergence
 from coppice.wire.rollouts import PromptSpan
 from examples.seedling import arithmetic
 from service.kv.spans.prompt_template import joined
-from service.kv.spans.splicing import token_runs
+from service.kv.spans.spliced_prompt import token_runs
 
 SEEDLING = "examples/seedling/model"
 NUM_PROMPTS, NUM_TEXTS = 16, 4

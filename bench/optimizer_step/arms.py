@@ -22,7 +22,7 @@ from coppice.train import (
     grpo_loss,
     token_mean,
 )
-from coppice.train.group_rows import token_logprobs
+from coppice.train.token_logprobs import token_logprobs
 
 
 class Arms:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from coppice.train import RowLogprobs, TrainingGroup
-from coppice.train.group_rows import token_logprobs
+from coppice.train.token_logprobs import token_logprobs
 
 NAME = "prefix_grouper"
 

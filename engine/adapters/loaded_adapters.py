@@ -6,7 +6,7 @@ from pathlib import Path
 from vllm.lora.request import LoRARequest
 
 from engine.errors import LoadFailed, RequestRefused
-from engine.runtime.engine_calls import EngineCalls
+from engine.runtime.engine_protocols import EngineCalls
 from engine.weights.updates import names_ranks_only
 
 log = logging.getLogger(__name__)

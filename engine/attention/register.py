@@ -47,9 +47,9 @@ def state(runner: Any) -> AttentionState:
 
 def _prepare(worker: Any) -> None:
     """Callback after the warm-up, whose steps are not counted."""
-    from engine.attention import cuda_warm_up
+    from engine.attention import cuda_rank_setup
 
-    cuda_warm_up.prepare(worker.model_runner)
+    cuda_rank_setup.prepare(worker.model_runner)
     COUNTERS.reset()
 
 

@@ -1,4 +1,4 @@
-"""Text report of a CUDA graph plan, compared with the graphs of vLLM and TLT."""
+"""Text report of a CUDA graph plan, beside the graphs that vLLM and the TLT system capture."""
 
 from collections.abc import Iterable, Mapping, Sequence
 

@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from types import MappingProxyType
 
-from engine.launch.ranks.machines import network_variables
+from engine.launch.ranks.multi_machine_setup import network_variables
 from engine.runtime import start_phases
 from engine.runtime.process_environment import (
     CACHE_ENV,

@@ -22,7 +22,7 @@ from engine.patches import (
 )
 from engine.runtime import process_setup, start_phases
 from engine.runtime.process_environment import started_by_coppice
-from engine.sampling import control_hooks, prompt_token_ids, routed_experts, support_hooks
+from engine.sampling import prompt_token_ids, request_hooks, routed_experts, support_hooks
 
 MODEL_PROCESSES = ("EngineCore", "VllmWorker")
 CPU_SHIM = "vllm.v1.worker.cpu.shm"
@@ -170,7 +170,7 @@ def install() -> None:
         from engine import features  # not needed in vLLM's other processes
 
         support_hooks.install_in_worker()
-        control_hooks.install()
+        request_hooks.install()
         features.install_in_worker()
         start_phases.install()
     check_cpu_shim()

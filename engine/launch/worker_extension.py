@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 import torch
 
 from engine import features
-from engine.launch.worker_weights import WeightMethods
+from engine.launch.worker_weight_methods import WeightMethods
 from engine.runtime.feature_guard import Failure, attempt
 from engine.types.samples import SleepLevel, SleepTag
 from engine.weights import worker_sleep

@@ -9,8 +9,8 @@ from engine.adapters.feature import Adapters
 from engine.kv_lifetime.feature import SessionKvRetention
 from engine.kv_transfer.feature import PromptKvExport
 from engine.parts.state import VllmState
+from engine.requests.request_submission import Generation
 from engine.requests.sampling_checks import SamplingChecks
-from engine.requests.vllm_requests import Generation
 from engine.types.samples import (
     Completion,
     FinishedListener,

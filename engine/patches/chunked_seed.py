@@ -1,4 +1,4 @@
-"""Patch for seeded requests with chunked prefill on CPU, which would end EngineCore.
+"""Patch for a crash of EngineCore on CPU: a request with a seed and a prefill in chunks.
 
 vllm/v1/worker/gpu_model_runner.py:3502 in 0.32.0. The same loop in another vLLM backend:
 https://github.com/RBLN-SW/vllm-rbln/issues/1025

@@ -11,7 +11,7 @@ from engine.errors import RequestRefused
 from engine.kv_lifetime.keep_option import KEEP_KV_ARG, KeepOption
 from engine.requests.sampling_checks import XGRAMMAR, bad_word_ids
 from engine.requests.stop_strings import PRIOR_TEXT_ARG
-from engine.sampling.control_hooks import DRAWN_TOKENS_ARG, PRIOR_TOKENS_ARG
+from engine.sampling.request_hooks import DRAWN_TOKENS_ARG, PRIOR_TOKENS_ARG
 from engine.sampling.requested_logprobs import RequestedLogprobs
 from engine.sampling.routed_experts import ROUTED_EXPERTS_ARG
 from engine.sampling.step_supports import SUPPORT_ARG

@@ -25,7 +25,7 @@ from vllm.distributed.aux_output_connector.connector import (
 )
 from vllm.distributed.aux_output_connector.worker import PendingAuxOutput
 
-from engine.sampling.control_hooks import num_prior_tokens
+from engine.sampling.request_hooks import num_prior_tokens
 
 ROUTED_EXPERTS_ARG = "coppice_routed_experts"
 """Key in `extra_args` of requests whose experts are returned."""

@@ -1,4 +1,4 @@
-"""Sampling supports (possible token ids) of one step, sent in vLLM's sampling masks.
+"""Allowed token ids (supports) of one step's tokens, packed for transport to the service.
 
 They use vLLM's own transport of sampling masks: `ModelRunnerOutput.sampling_masks`, then
 `EngineCoreOutput.new_sampling_mask`. Instead of token ids it carries a row of bytes per token: the

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Set as AbstractSet
 
 from engine.errors import EngineDead, LoadFailed, MemoryUnavailable
-from engine.runtime.engine_calls import EngineCalls, SleepListener
+from engine.runtime.engine_protocols import EngineCalls, SleepListener
 from engine.runtime.heartbeat import Heartbeat
 from engine.types.samples import WEIGHTS, SleepLevel, SleepTag
 from engine.weights.updates import ServedWeights

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from engine.errors import CheckpointRefused, EngineDead, FilesRestored, LoadFailed
-from engine.runtime.engine_calls import EngineCalls
+from engine.runtime.engine_protocols import EngineCalls
 from engine.runtime.heartbeat import Heartbeat
 from engine.weights.checkpoint import Checkpoint, fingerprint
 from engine.weights.ipc_tensors import IpcTensor, check_tensors

@@ -1,4 +1,4 @@
-"""Conversion of errors to OpenAI's format, the default of the other servers' APIs."""
+"""Conversion of Coppice's errors to OpenAI's format, for the OpenAI, vLLM and SGLang APIs."""
 
 import json
 from collections.abc import Callable, Coroutine

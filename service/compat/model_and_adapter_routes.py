@@ -1,4 +1,4 @@
-"""Routes of the other servers' APIs for the model list, server information and LoRA adapters.
+"""Model list, server information and LoRA adapters in the APIs of OpenAI, vLLM and SGLang.
 
 Clients of several servers share them. Those that load an adapter send no version, so different
 content under a known name becomes its next version. Content that the name already has is treated as

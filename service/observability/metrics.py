@@ -1,4 +1,4 @@
-"""Prometheus metrics of HTTP, rollouts, weights and cluster, and the object with all tables.
+"""Prometheus metrics of HTTP, rollouts, weights and cluster, and the registry of all metrics.
 
 vLLM's metrics are in the default registry. docs/reference/metrics.md lists all metrics; dashboards
 and alert rules use only metrics of that list.

@@ -1,4 +1,4 @@
-"""Tokenization and detokenization in a thread, with turns and limits per API key.
+"""Tokenizer access on one thread at a time, shared fairly between API keys.
 
 One thread at a time does it: tokenizers are not thread-safe, and text is rare here. Callers take
 turns, and responses do not wait for prompts of the same caller.

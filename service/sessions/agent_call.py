@@ -15,7 +15,7 @@ from service.rollouts.trees.segment import Attachment
 from service.sessions.call_recorder import CallRecorder, CallServices, ParseSample
 from service.sessions.history import TextMatch
 from service.sessions.prompts import chat_prompt, continued_text
-from service.sessions.sampling import limited, merge_sampling
+from service.sessions.sampling_params import limited, merge_sampling
 from service.sessions.session import RunningCall, Session
 
 

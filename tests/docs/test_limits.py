@@ -23,7 +23,7 @@ NO_LIMITS_OF_REQUESTS = {
         "MAX_CACHED_PAIRS",
     },
     "service/kv/spans/observations.py": {"MAX_OBSERVATIONS_PER_CONTEXT"},
-    "service/kv/spans/prediction.py": {"MAX_SECTIONS"},
+    "service/kv/spans/predicted_prompt.py": {"MAX_SECTIONS"},
     "service/handoff/receiver.py": {"MAX_CANCELLED"},
     "service/handoff/rollout_state.py": {"MAX_COUNT", "MAX_DIGITS"},
     "service/handoff/sender.py": {"MAX_DETAIL"},

@@ -10,7 +10,7 @@ import pytest
 from vllm.tool_parsers import ToolParser, ToolParserManager
 
 from engine.errors import ConversationRefused, RequestRefused
-from engine.launch.chat_template_options import template_options
+from engine.requests.chat_template_kwargs import template_options
 from engine.types.chat import ChatRequest, ChatResponse
 from tests.engine.chats import TemplateChat, make_chat
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
-from engine.sampling.control_hooks import DRAWN_TOKENS_ARG, RANDOM_SEEDS, skip_drawn_tokens
+from engine.sampling.request_hooks import DRAWN_TOKENS_ARG, RANDOM_SEEDS, skip_drawn_tokens
 
 NUM_NEXT = 20
 

@@ -14,7 +14,7 @@ from engine.feature_base import StartSettings
 from engine.features import FEATURES, Features, core_methods, worker_methods
 from engine.launch.worker_extension import WorkerExtension
 from engine.protocol.optional_features import DRAFT_MODEL
-from engine.runtime.engine_calls import SleepListener
+from engine.runtime.engine_protocols import SleepListener
 from engine.runtime.heartbeat import Heartbeat
 from engine.settings import EngineSettings
 from engine.speculation.settings import SpeculationSettings

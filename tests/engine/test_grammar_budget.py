@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from engine.sampling.control_hooks import name_overrun
 from engine.sampling.grammar_budget import (
     BUDGET_SECONDS,
     OVERRUN,
@@ -16,6 +15,7 @@ from engine.sampling.grammar_budget import (
     budget_of,
     in_grammar_thread,
 )
+from engine.sampling.request_hooks import name_overrun
 
 
 class Row:

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.requests.request_params import sampling_params
-from engine.sampling import control_hooks
+from engine.sampling import request_hooks
 from engine.speculation.counters import COUNTERS
 from engine.types.samples import SampleRequest, Sampling
 from tests.engine.model_families import save_family
@@ -44,7 +44,7 @@ def engine(
     models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LiveEngine]:
     """An engine whose KV cache cannot hold eight samples at once."""
-    control_hooks.install()
+    request_hooks.install()
     folder = tmp_path_factory.mktemp("drafts")
     options: dict[str, Any] = {"num_gpu_blocks_override": 22, "enable_return_routed_experts": True}
     with drafting_engine(models["v0"], folder, **options) as (engine, _):

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 from coppice.wire.columns.support import decode_ids, decode_mask
 from engine.requests.grammar_check import xgrammar_source
 from engine.requests.request_params import sampling_params
-from engine.sampling import control_hooks
+from engine.sampling import request_hooks
 from engine.speculation.counters import COUNTERS
 from engine.types.samples import SampleRequest, Sampling, StructuredOutputs
 from tests.engine.seedling import MODEL, reference
@@ -76,7 +76,7 @@ def engine(
     models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LiveEngine]:
     """An engine whose KV cache cannot hold twelve samples at once."""
-    control_hooks.install()
+    request_hooks.install()
     folder = tmp_path_factory.mktemp("drafts")
     options: dict[str, Any] = {
         "skip_tokenizer_init": False,

@@ -20,7 +20,7 @@ from engine.attention.counters import COUNTERS as ATTENTION
 from engine.attention.settings import AttentionSettings
 from engine.requests import stop_strings
 from engine.requests.request_params import sampling_params
-from engine.sampling import control_hooks
+from engine.sampling import request_hooks
 from engine.speculation.counters import COUNTERS as SPECULATION
 from engine.types.samples import SampleRequest, Sampling, StructuredOutputs
 from tests.engine.attention.shared_engine import unregister
@@ -139,7 +139,7 @@ def plain(prompt: list[int]) -> dict[str, list[PlainSample]]:
 @pytest.fixture(scope="module")
 def sharing() -> Iterator[LiveEngine]:
     """An engine without drafts; all its samples of a prompt are computed by shared attention."""
-    control_hooks.install()
+    request_hooks.install()
     stop_strings.install()
     unregister()  # an earlier engine in this process may have registered the stock backend
     attention.install(AttentionSettings(shared_prefix="always"))
@@ -152,7 +152,7 @@ def sharing() -> Iterator[LiveEngine]:
 
 @pytest.fixture(scope="module")
 def drafting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveEngine]:
-    control_hooks.install()
+    request_hooks.install()
     stop_strings.install()
     folder = tmp_path_factory.mktemp("drafts")
     with drafting_engine(MODEL, folder, skip_tokenizer_init=False, max_num_seqs=128) as (engine, _):

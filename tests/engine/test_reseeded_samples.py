@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from engine.sampling.control_hooks import DRAWN_TOKENS_ARG, skip_drawn_tokens
+from engine.sampling.request_hooks import DRAWN_TOKENS_ARG, skip_drawn_tokens
 
 
 class OtherDevice:

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from coppice.train.group_rows import token_logprobs
 from coppice.train.logit_adjustments import NO_ADJUSTMENTS
 from coppice.train.routing import replay_routing
+from coppice.train.token_logprobs import token_logprobs
 from coppice.train.training_group import LossFunction, RowLogprobs, TrainingGroup, TrainingTree
 from coppice.wire.columns.support import Support, joined_support
 

@@ -21,7 +21,7 @@ from coppice.train import (
     packed_logprobs,
     token_mean,
 )
-from coppice.train.group_rows import sampled_runs
+from coppice.train.group_tree import sampled_runs
 from coppice.wire.columns.support import Support
 from engine.sampling.support_encoding import encode_mask
 from tests.train.models import error, gradients, random_group, random_loss, tiny_model

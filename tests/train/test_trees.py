@@ -19,7 +19,7 @@ from coppice.train import (
     packed_logprobs,
     token_mean,
 )
-from coppice.train.group_rows import max_row_tokens, subtrees_of
+from coppice.train.group_tree import max_row_tokens, subtrees_of
 from coppice.train.packed_row import plan_subtree_passes, response_inputs
 from tests.train.models import error, gradients, random_group, random_loss, tiny_model
 from tests.train.naive import naive_backward, naive_logprobs

@@ -17,7 +17,7 @@ from coppice.train.attention.implementations import (
 )
 from coppice.train.backward_memory import get_model_info
 from coppice.train.data_parallel import is_sharded, max_passes_over_ranks, unwrap_ddp
-from coppice.train.group_rows import max_row_tokens, response_token_logprobs, subtrees_of
+from coppice.train.group_tree import max_row_tokens, subtrees_of
 from coppice.train.packed_row import (
     concatenate_inputs,
     plan_subtree_passes,
@@ -25,6 +25,7 @@ from coppice.train.packed_row import (
     response_inputs,
 )
 from coppice.train.prompt_kv_leaves import Layers, PromptKV, layers_of, prompt_kv_of
+from coppice.train.token_logprobs import response_token_logprobs
 from coppice.train.training_group import RowLogprobs, TrainingGroup
 
 # Measured on CPU: 100 tokens per micro-batch cost up to 43 % more time, 8,000 up to 32 % more.

@@ -14,7 +14,7 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from coppice.train.group_rows import parents_of, subtrees_of
+from coppice.train.group_tree import parents_of, subtrees_of
 from coppice.train.training_group import TrainingGroup
 
 

@@ -1,4 +1,4 @@
-"""Interfaces of HTTP drivers and clocks (asyncio or blocking), and a driver with redirects.
+"""Protocols of an HTTP driver and a clock, and a wrapper of any driver that follows redirects.
 
 The core consists of coroutines over a Driver. The asynchronous driver awaits. The blocking driver
 does its work inside the call and never suspends, so the coroutines complete in one step without an

@@ -1,4 +1,4 @@
-"""Memory map of the shared-memory arenas in a worker, with bounds checks.
+"""Bounds-checked memory maps of the shared-memory files that hold exported KV, for one worker.
 
 A store to a page beyond the file, or to a hole of it on a full mount, raises SIGBUS, which no guard
 catches and which ends every sample. So before every copy the file's size is checked and the pages

@@ -19,7 +19,7 @@ from engine.features import Features
 from engine.launch.arguments import WORKER_EXTENSION
 from engine.launch.model_files import resolve_served_model
 from engine.launch.processes import VllmProcesses, kill_processes
-from engine.launch.ranks.machines import check_ray
+from engine.launch.ranks.multi_machine_setup import check_ray
 from engine.launch.vllm_argument_checks import check_vllm_args
 from engine.runtime.leftover_files import remove_leftover_shared_memory
 from engine.settings import EngineSettings

@@ -24,7 +24,7 @@ from engine.launch.environment import (
     rank_preload,
     rank_variables,
 )
-from engine.launch.ranks.machines import set_network_variables
+from engine.launch.ranks.multi_machine_setup import set_network_variables
 
 CPU: Final = "CPU"
 

@@ -1,4 +1,4 @@
-"""Methods added to vLLM's EngineCore that start and profile sibling drafts on a GPU."""
+"""Methods added to vLLM's EngineCore: start and timing of drafts made from a group's samples."""
 
 from typing import TYPE_CHECKING
 
@@ -9,8 +9,8 @@ from engine.speculation.core.scheduler_drafts import SchedulerDrafts
 from engine.speculation.core.uniform_length import UniformController
 from engine.speculation.cost import Profile, Step, draft_lengths
 from engine.speculation.counters import COUNTERS, Snapshot
+from engine.speculation.draft_message import lookup_length
 from engine.speculation.drafting_base import STORE_BYTES
-from engine.speculation.late_drafts import lookup_length
 from kernels.draft_index.compiled_store import DraftStore
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.speculation.late_drafts import LateDrafts
+from engine.speculation.draft_message import LateDrafts
 from kernels.draft_index.store_protocol import DraftBatch
 
 NO_TOKEN: Final = -1

@@ -26,8 +26,8 @@ from engine.speculation.core.scheduled_step import (
 )
 from engine.speculation.core.uniform_length import longest_length
 from engine.speculation.counters import Counters
+from engine.speculation.draft_message import ATTRIBUTE, LateDrafts, after_step, lookup_length
 from engine.speculation.drafting_base import Drafting
-from engine.speculation.late_drafts import ATTRIBUTE, LateDrafts, after_step, lookup_length
 from engine.speculation.request_table import Batch, NewTokens, SentDrafts, TrackedRequest
 from kernels.draft_index.store_protocol import DraftBatch, Store
 

@@ -18,7 +18,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
-from engine.speculation.late_drafts import ATTRIBUTE, LateDrafts, lookup_length
+from engine.speculation.draft_message import ATTRIBUTE, LateDrafts, lookup_length
 
 
 class SiblingSpeculator(BaseSpeculator):  # type: ignore[misc]

@@ -6,15 +6,15 @@ from pathlib import Path
 from coppice.wire.kv_reuse import KvReuse
 from coppice.wire.rollouts import PromptSpan
 from engine.protocol.prompt_kv import PromptKv
-from service.kv.prompt_kv_source import PromptSource
+from service.kv.prompt_prefill import PromptSource
 from service.kv.spans.index import SpanIndex
 from service.kv.spans.observations import Observations
 from service.kv.spans.pinned_spans import PinnedSpans
-from service.kv.spans.prediction import DEFAULT_MAX_ENTROPY, PredictedPrompt
+from service.kv.spans.predicted_prompt import DEFAULT_MAX_ENTROPY, PredictedPrompt
 from service.kv.spans.prediction_sources import DistanceCache
 from service.kv.spans.prompt_template import Scope
 from service.kv.spans.span_prompt import SpanPrompt
-from service.kv.spans.splicing import DEFAULT_RECOMPUTE_TOKENS, SplicedPrompt
+from service.kv.spans.spliced_prompt import DEFAULT_RECOMPUTE_TOKENS, SplicedPrompt
 from service.weights_versions import Versions
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from coppice.wire.rollouts import PromptSpan
 from engine.types.kv import ExportSlot, KvLoad
 from service.kv.spans.prompt_template import joined
-from service.kv.spans.splicing import TokenRun, build_load, prefill_lengths, token_runs
+from service.kv.spans.spliced_prompt import TokenRun, build_load, prefill_lengths, token_runs
 from tests.arena import TestArena
 from tests.engine.kv_transfer.export_models import COMMITTED
 from tests.engine.stepped_engine import Answer, LiveEngine

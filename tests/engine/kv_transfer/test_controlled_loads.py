@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from engine.requests.request_params import sampling_params
-from engine.sampling import control_hooks
+from engine.sampling import request_hooks
 from engine.types.kv import KvLoad
 from engine.types.samples import SampleRequest, Sampling, StructuredOutputs
 from service.kv.spans.prompt_template import joined
-from service.kv.spans.splicing import prefill_lengths
+from service.kv.spans.spliced_prompt import prefill_lengths
 from tests.arena import TestArena
 from tests.engine.kv_transfer.export_models import EXPORTING, kv_format, save_model
 from tests.engine.kv_transfer.load_chains import Chains, spans
@@ -45,7 +45,7 @@ CONTROLS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveEngine]:
-    control_hooks.install()
+    request_hooks.install()
     folder = tmp_path_factory.mktemp("models") / "v7"
     save_model(folder, "qwen3", num_kv_heads=2, num_hidden_layers=1)
     for file in MODEL.glob("tokenizer*"):

@@ -14,7 +14,7 @@ import torch
 
 from coppice.wire.rollouts import PromptSpan
 from service.kv.spans.prompt_template import joined
-from service.kv.spans.splicing import prefill_lengths
+from service.kv.spans.spliced_prompt import prefill_lengths
 from tests.arena import TestArena
 from tests.engine.kv_transfer.export_models import (
     COMMITTED,

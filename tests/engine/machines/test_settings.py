@@ -28,7 +28,7 @@ from engine.launch.ranks.digests import (
     check_ranks_equal,
     model_digest,
 )
-from engine.launch.ranks.machines import (
+from engine.launch.ranks.multi_machine_setup import (
     check_ray,
     check_serves,
     network_variables,

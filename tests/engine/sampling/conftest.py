@@ -30,11 +30,11 @@ def engine(
     """An engine without drafts, and one that verifies drafts in nearly every step."""
     from engine.attention import register as attention
     from engine.attention.settings import AttentionSettings
-    from engine.sampling import control_hooks
+    from engine.sampling import request_hooks
     from tests.engine.speculation.drafting_engine import drafting_engine
     from tests.engine.stepped_engine import live_engine
 
-    control_hooks.install()
+    request_hooks.install()
     if request.param == "plain":
         attention.install(AttentionSettings(shared_prefix="off"))
         with live_engine(models["v7"], max_num_seqs=32) as plain:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.requests.request_params import sampling_params
-from engine.sampling import control_hooks
+from engine.sampling import request_hooks
 from engine.speculation.custom_class_proposer import Proposer
 from engine.types.samples import SampleRequest, Sampling, StructuredOutputs
 from tests.engine.seedling import MODEL
@@ -33,7 +33,7 @@ CONTROLS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def drafting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drafting]:
-    control_hooks.install()
+    request_hooks.install()
     folder = tmp_path_factory.mktemp("kept")
     with drafting_engine(MODEL, folder, skip_tokenizer_init=False) as drafting:
         yield drafting

@@ -13,7 +13,7 @@ from engine.speculation import settings as process_settings
 from engine.speculation.baseline import profile_cache
 from engine.speculation.core import engine_core_methods as methods
 from engine.speculation.cost import Step
-from engine.speculation.late_drafts import lookup_length
+from engine.speculation.draft_message import lookup_length
 from engine.speculation.settings import SpeculationSettings
 from kernels.draft_index.compiled_store import is_built
 from tests.engine.speculation.fake_gpu import text_model

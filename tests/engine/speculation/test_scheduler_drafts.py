@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from engine.speculation.cost import Profile
-from engine.speculation.late_drafts import lookup_length
+from engine.speculation.draft_message import lookup_length
 from engine.speculation.request_table import NO_DRAFTS_ARG
 from engine.speculation.worker.gpu_speculator import SiblingSpeculator
 from kernels.draft_index.store_protocol import DraftBatch, Int32Array, InvalidCall, Store

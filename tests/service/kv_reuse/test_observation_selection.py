@@ -14,7 +14,7 @@ from engine.types.kv import ExportSlot, KvFormat
 from service.kv.arena import Extent
 from service.kv.spans.index import SpanEntry, SpanKey
 from service.kv.spans.observations import Observation, PromptContext
-from service.kv.spans.prediction import load_pieces
+from service.kv.spans.predicted_prompt import load_pieces
 from service.kv.spans.prediction_sources import (
     MAX_OBSERVATIONS_PER_SECTION,
     PredictionSources,

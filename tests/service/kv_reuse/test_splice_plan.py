@@ -5,7 +5,7 @@ from typing import Any, cast
 import pytest
 
 from engine.types.samples import Completion, SampleRequest, Sampling
-from service.kv.spans.splicing import SplicedPrompt
+from service.kv.spans.spliced_prompt import SplicedPrompt
 
 ENDS = (16, 240)
 

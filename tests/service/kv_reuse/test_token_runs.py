@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from coppice.wire.rollouts import PromptSpan
 from engine.types.kv import ExportSlot
-from service.kv.spans.splicing import TokenRun, build_load, prefill_lengths, token_runs
+from service.kv.spans.spliced_prompt import TokenRun, build_load, prefill_lengths, token_runs
 
 PARTS = st.lists(
     st.builds(

@@ -54,13 +54,13 @@ class Ranks:
     cpu_group = None
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, rank: int = 0, size: int = 1) -> None:
-        from engine.attention import cuda_warm_up
+        from engine.attention import cuda_rank_setup
 
         self.rank_in_group, self.world_size = rank, size
         self.sent: Any = ALWAYS
         self.other_layers: Any = None
         self.gathered: list[Any] = []
-        monkeypatch.setattr(cuda_warm_up, "get_world_group", lambda: self)
+        monkeypatch.setattr(cuda_rank_setup, "get_world_group", lambda: self)
         monkeypatch.setattr(torch.distributed, "all_gather_object", self.all_gather)
 
     def all_gather(self, found: list[Any], mine: Any, group: Any) -> None:
@@ -77,9 +77,9 @@ class Ranks:
 
 
 def prepare(runner: Any) -> None:
-    from engine.attention import cuda_warm_up
+    from engine.attention import cuda_rank_setup
 
-    cuda_warm_up.prepare(runner)
+    cuda_rank_setup.prepare(runner)
 
 
 def shares(runner: Runner) -> bool:
@@ -124,12 +124,12 @@ def test_ranks_agree_on_layers_of_draft_models_too(
     runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the last pipeline stage has a draft model."""
-    from engine.attention import cuda_warm_up
+    from engine.attention import cuda_rank_setup
 
-    alone = cuda_warm_up._layers(runner)
+    alone = cuda_rank_setup._layers(runner)
     runner.speculator = SimpleNamespace(draft_attn_layer_names={"draft"})
     give_geometry(runner.add_group("draft"), num_heads_kv=1)
-    assert cuda_warm_up._layers(runner) == alone
+    assert cuda_rank_setup._layers(runner) == alone
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -1,4 +1,4 @@
-"""Message from EngineCore to workers with drafts looked up one step behind.
+"""Message from EngineCore to workers: drafts computed from the tokens before the current step.
 
 A draft continues a request's tokens as they were before the step in progress. Meanwhile the step
 samples more tokens. The worker compares them with the draft (`gpu_speculator.realign`): it cuts off

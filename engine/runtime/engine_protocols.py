@@ -1,4 +1,4 @@
-"""Protocols for calls to EngineCore and the workers, and for listeners of sleep."""
+"""Protocols for method calls on EngineCore and its workers, and base class of sleep callbacks."""
 
 from typing import TYPE_CHECKING, Any, Protocol
 

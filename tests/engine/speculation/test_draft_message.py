@@ -9,7 +9,7 @@ import torch
 from engine.speculation.calibration import DraftCalibration
 from engine.speculation.core.uniform_length import UniformController, longest_length
 from engine.speculation.cost import StepCostModel
-from engine.speculation.late_drafts import LateDrafts, after_step, lookup_length
+from engine.speculation.draft_message import LateDrafts, after_step, lookup_length
 from engine.speculation.worker.gpu_speculator import realign
 from kernels.draft_index.store_protocol import DraftBatch
 from tests.engine.speculation.cost_simulator import Drafts, Machine, calibrated

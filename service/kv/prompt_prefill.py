@@ -1,4 +1,4 @@
-"""Base class of sources of a prompt's KV: ordinary prefill, or KV reuse in subclasses."""
+"""Base class of the ways in which a group's prompt gets its KV: prefill, or reuse in subclasses."""
 
 from collections.abc import Sequence
 from typing import Protocol
