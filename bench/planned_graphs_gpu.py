@@ -22,7 +22,7 @@ from bench.harness.paired_runs import Pairs, alternate
 from bench.harness.record import Record, Row, add_out
 from engine.cudagraphs.allowed_shapes import CaptureLimits, vllm_shapes
 from engine.cudagraphs.draft_lengths import DraftLengthTiers
-from engine.cudagraphs.evaluation import GraphMemory, estimate_memory
+from engine.cudagraphs.plan_score import GraphMemory, estimate_memory
 from engine.cudagraphs.planner import Plan, plan
 from engine.cudagraphs.shapes import GraphShape, Trace, read_trace
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from engine.cudagraphs.allowed_shapes import CaptureLimits
 from engine.cudagraphs.draft_lengths import DraftLengthTiers
-from engine.cudagraphs.evaluation import estimate_memory
 from engine.cudagraphs.plan_report import compare, render
+from engine.cudagraphs.plan_score import estimate_memory
 from engine.cudagraphs.planner import plan
 from engine.cudagraphs.shapes import ShapeRecorder, Trace
 from engine.launch.plugin import install_patches

@@ -9,9 +9,9 @@ import httpx
 from coppice.operations.adapters import AdapterOperations
 from coppice.operations.cuda_ipc_weights import WeightTransferOperations
 from coppice.operations.drafter import DrafterOperations
+from coppice.operations.pause_and_status import ServerStateOperations
 from coppice.operations.rollouts import AsyncPending, RolloutOperations
 from coppice.operations.scoring import ScoreOperations
-from coppice.operations.server_state import ServerStateOperations
 from coppice.operations.sessions import AsyncSessions
 from coppice.operations.weights import WeightsOperations
 from coppice.prompts import PromptLike

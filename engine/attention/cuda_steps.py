@@ -1,4 +1,4 @@
-"""Per-step choice on a GPU to share prefixes, made before vLLM selects a CUDA graph (patch).
+"""Patch that decides on GPU, per step, whether attention shares prefixes, before graph selection.
 
 vLLM's full CUDA graphs contain its own attention. A step that shares prefixes is therefore
 dispatched like a step with prefill rows, to a piecewise graph, whose attention runs outside the

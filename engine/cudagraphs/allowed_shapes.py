@@ -1,4 +1,4 @@
-"""Upper bounds of CUDA graph shapes, and the shapes that vLLM and TLT would capture."""
+"""Limits on CUDA graph shapes, and the shapes captured by vLLM and by TLT (arXiv 2511.16665)."""
 
 from dataclasses import dataclass
 from itertools import pairwise

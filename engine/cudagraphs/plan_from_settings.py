@@ -10,7 +10,7 @@ from engine.cudagraphs.draft_lengths import (
     default_tiers,
     draft_length_schedule,
 )
-from engine.cudagraphs.evaluation import GraphMemory, estimate_memory
+from engine.cudagraphs.plan_score import GraphMemory, estimate_memory
 from engine.cudagraphs.planner import BudgetTooSmall, Plan, plan
 from engine.cudagraphs.settings import GraphsSettings
 from engine.cudagraphs.shapes import Trace, read_trace

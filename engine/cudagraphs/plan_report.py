@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from engine.cudagraphs.allowed_shapes import CaptureLimits, tlt_shapes, vllm_shapes
-from engine.cudagraphs.evaluation import GraphMemory, PerLengthLookup, PlanScore, VllmLookup, score
+from engine.cudagraphs.plan_score import GraphMemory, PerLengthLookup, PlanScore, VllmLookup, score
 from engine.cudagraphs.planner import Plan
 from engine.cudagraphs.shapes import GraphShape
 

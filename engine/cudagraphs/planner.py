@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from engine.cudagraphs.allowed_shapes import CaptureLimits, vllm_shapes
-from engine.cudagraphs.evaluation import GraphMemory, PerLengthLookup, step_cost
+from engine.cudagraphs.plan_score import GraphMemory, PerLengthLookup, step_cost
 from engine.cudagraphs.shapes import GraphShape, Trace, decode, mixed
 
 UNIFORM_SHARE = 0.05

@@ -1,4 +1,4 @@
-"""Conversion of the engine settings to vLLM's AsyncEngineArgs, with those of the features."""
+"""Construction of vLLM's AsyncEngineArgs from the engine settings and the enabled features."""
 
 import logging
 import secrets

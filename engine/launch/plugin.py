@@ -22,7 +22,7 @@ from engine.patches import (
 )
 from engine.runtime import process_setup, start_phases
 from engine.runtime.process_environment import started_by_coppice
-from engine.sampling import prompt_token_ids, request_hooks, routed_experts, support_hooks
+from engine.sampling import given_prompt_logprobs, request_hooks, routed_experts, support_hooks
 
 MODEL_PROCESSES = ("EngineCore", "VllmWorker")
 CPU_SHIM = "vllm.v1.worker.cpu.shm"
@@ -94,7 +94,7 @@ PATCHES = (
     ),
     Patch(
         name="prompt_token_ids",
-        install=prompt_token_ids.install,
+        install=given_prompt_logprobs.install,
         platform="cpu",
         processes=MODEL_PROCESSES,
     ),
@@ -106,7 +106,7 @@ PATCHES = (
     ),
     Patch(
         name="prompt_token_ids",
-        install=prompt_token_ids.install,
+        install=given_prompt_logprobs.install,
         platform="gpu",
         processes=MODEL_PROCESSES,
     ),

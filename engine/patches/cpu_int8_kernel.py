@@ -1,4 +1,4 @@
-"""Patch of vLLM's choice of int8 kernel on CPU: float32 activations, processors without VNNI.
+"""Patch of vLLM's int8 kernel choice on CPU: oneDNN for float32, refusal of x86 without VNNI.
 
 vllm/model_executor/kernels/linear/scaled_mm/cpu.py:33 in 0.32.0. Its kernel for AMX:
 https://github.com/vllm-project/vllm/blob/v0.32.0/csrc/cpu/sgl-kernels/gemm_int8.cpp

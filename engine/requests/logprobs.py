@@ -23,7 +23,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from engine.errors import EngineDead, RequestRefused
 from engine.requests.logprob_arrays import LogprobChunks
-from engine.sampling.prompt_token_ids import to_extra_args
+from engine.sampling.given_prompt_logprobs import to_extra_args
 from engine.types.samples import TopLogprobRows
 
 

@@ -17,8 +17,8 @@ from service.auth.access import authorize, declared_access, public
 from service.compat import agent_routes, model_and_adapter_routes, unsupported_routes
 from service.compat.anthropic import routes as anthropic
 from service.compat.bodies import BODY_MODELS, SCHEMA_REFERENCE
-from service.compat.errors import to_openai_json
 from service.compat.openai import chat, completions
+from service.compat.openai_errors import to_openai_json
 from service.compat.responses import routes as responses
 from service.compat.sglang import control as sglang_control
 from service.compat.sglang import generate as sglang_generate

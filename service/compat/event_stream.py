@@ -17,7 +17,7 @@ from coppice.wire.problem_catalogue import Problem
 from coppice.wire.rollouts import RolloutAnswer
 from service.compat.answer_fields import token_counts, usage
 from service.compat.bodies import CompatModel, Flag
-from service.compat.errors import as_openai, with_openai_error
+from service.compat.openai_errors import as_openai, with_openai_error
 from service.compat.request import ROLLOUT_ERRORS
 from service.compat.sample_stream import SamplePart, sample_parts
 from service.errors import InvalidRequest

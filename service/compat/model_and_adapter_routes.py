@@ -16,7 +16,7 @@ from service.adapters.manager import LoadedAdapter
 from service.auth.access import allow_any_key, requires_role
 from service.compat.answer_fields import name_of, unix_time
 from service.compat.bodies import CompatModel, Directory, read_compat_body, request_body
-from service.compat.errors import OpenAIRoute
+from service.compat.openai_errors import OpenAIRoute
 from service.errors import (
     ActivationFailed,
     AdapterNotFound,

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from fastapi import APIRouter, Response
 
 from service.auth.access import allow_any_key, requires_role
-from service.compat.errors import OpenAIRoute, as_openai
+from service.compat.openai_errors import OpenAIRoute, as_openai
 from service.errors import InvalidJson, Unsupported
 from service.http.responses import AUTH_ERRORS, declare_responses
 

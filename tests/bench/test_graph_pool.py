@@ -24,7 +24,7 @@ from bench.planned_graphs_gpu import (
 from bench.planned_graphs_gpu import main as bench
 from engine.cudagraphs.allowed_shapes import CaptureLimits
 from engine.cudagraphs.draft_lengths import DraftLengthTiers
-from engine.cudagraphs.evaluation import PerLengthLookup, VllmLookup, estimate_memory, score
+from engine.cudagraphs.plan_score import PerLengthLookup, VllmLookup, estimate_memory, score
 from engine.cudagraphs.shapes import read_trace
 
 

@@ -6,7 +6,7 @@ import torch
 from bench.harness.graph_arms import Arm, Request
 from engine.cudagraphs.allowed_shapes import CaptureLimits
 from engine.cudagraphs.draft_lengths import DraftLengthTiers
-from engine.cudagraphs.evaluation import estimate_memory
+from engine.cudagraphs.plan_score import estimate_memory
 from engine.cudagraphs.planner import plan
 from tests.engine.cudagraphs.managers import SEEDLING
 

@@ -18,7 +18,7 @@ from coppice.train import (
     grouped_backward,
     packed_logprobs,
 )
-from coppice.train.attention.implementations import AttentionContext
+from coppice.train.attention.forward_contexts import AttentionContext
 from tests.train.models import LENGTHS, error, gradients, random_group, random_loss, tiny_model
 from tests.train.test_backward import SCHEDULES, naive_gradients
 

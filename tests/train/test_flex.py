@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 
 from coppice.train.attention.flex import FlexAttention, Layout, packed_layout, response_layout
-from coppice.train.attention.implementations import PackedContext
+from coppice.train.attention.forward_contexts import PackedContext
 from coppice.train.attention.shared_prompt import shared_prompt_attention
 from coppice.train.attention.windows_and_sinks import LayerAttention
 from coppice.train.packed_row import Branch, Spans

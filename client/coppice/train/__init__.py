@@ -11,8 +11,8 @@ except ModuleNotFoundError as missing:
         name=missing.name,
     ) from None
 
+from coppice.train.attention.forward_contexts import UnsupportedModel
 from coppice.train.attention.huggingface_models import attending
-from coppice.train.attention.implementations import UnsupportedModel
 from coppice.train.backward import BackwardReport, Schedule, grouped_backward
 from coppice.train.data_parallel import reduce_gradients
 from coppice.train.group_logprobs import compute_prompt_kv, group_logprobs, packed_logprobs

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coppice.train.attention.huggingface_models import attending, forward, is_attending
-from coppice.train.attention.implementations import (
+from coppice.train.attention.forward_contexts import (
     InjectingContext,
     PackedContext,
     PromptContext,
     ResponseContext,
 )
+from coppice.train.attention.huggingface_models import attending, forward, is_attending
 from coppice.train.backward_memory import get_model_info
 from coppice.train.data_parallel import is_sharded, max_passes_over_ranks, unwrap_ddp
 from coppice.train.group_tree import max_row_tokens, subtrees_of

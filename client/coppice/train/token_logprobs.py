@@ -1,4 +1,4 @@
-"""Logprobs of response tokens under the distribution that they were sampled from, from logits.
+"""Logprobs of response tokens from logits, under the sampling settings they were drawn with.
 
 Shapes: T tokens of some responses without padding, V vocabulary.
 """

@@ -1,4 +1,4 @@
-"""Training tensors of a prompt and its responses or tree, and the logprobs given to a loss.
+"""Tensors of a training group: a prompt with its responses or response tree, and their logprobs.
 
 Shapes: T tokens of some responses without padding, G responses of the whole group.
 """

@@ -1,4 +1,4 @@
-"""GPU version of the export copy: KV cache blocks to the shared-memory arena.
+"""Copier of exported KV cache blocks from a GPU to the shared-memory arena, in the background.
 
 An export is gathered part by part, for all layers at once, into a staging buffer on the GPU, and
 copied from there to the arena, by a thread and a stream of its own, while the next steps run. If

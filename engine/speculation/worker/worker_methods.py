@@ -1,4 +1,4 @@
-"""Methods added to vLLM's workers for sibling drafts on a CPU: start, profile.
+"""Methods added to vLLM's CPU workers: start drafting from sibling samples, end its profiling.
 
 The draft proposer is attached on rank 0, whose drafts are used by all ranks. All ranks sample
 identically, with the same hooks in their model runners.

@@ -7,7 +7,7 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
 from coppice.wire.problem_catalogue import Problem
-from service.compat.errors import Handler, problem_message
+from service.compat.openai_errors import Handler, problem_message
 from service.http.exception_handlers import FORMAT_SCOPE_KEY, ProblemFormat
 from service.http.responses import JSON, Responses
 

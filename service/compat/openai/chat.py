@@ -39,11 +39,11 @@ from service.compat.chat.forced_tools import (
     forced_constraint,
 )
 from service.compat.chat.samples import ChatSamples, MessageParts, count_ignored_options
-from service.compat.errors import OpenAIRoute
 from service.compat.event_stream import STREAM_RESPONSES, StreamFields, stream_response
 from service.compat.logprobs import NumLogprobs
 from service.compat.openai.chunks import ChatChunks
 from service.compat.openai.echo import check_echo
+from service.compat.openai_errors import OpenAIRoute
 from service.compat.request import CommonRequestFields, Compat
 from service.compat.sampling_fields import SamplingFields
 from service.errors import InvalidRequest

@@ -29,11 +29,11 @@ from service.compat.bodies import (
     Texts,
     request_body,
 )
-from service.compat.errors import OpenAIRoute
 from service.compat.event_stream import STREAM_RESPONSES, StreamFields, stream_response
 from service.compat.logprobs import NumLogprobs
 from service.compat.openai.chunks import CompletionChunks
 from service.compat.openai.echo import PromptEcho, check_echo, prompt_echo
+from service.compat.openai_errors import OpenAIRoute
 from service.compat.request import CommonRequestFields, Compat, CompatRequest, DecodedSample
 from service.compat.sample_stream import NOTHING_SAMPLED
 from service.compat.sampling_fields import SamplingFields

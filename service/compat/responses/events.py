@@ -13,8 +13,8 @@ from coppice.wire.problem_catalogue import Problem
 from coppice.wire.rollouts import SampleAnswer
 from engine.types.chat import ChatResponse, ToolCallPart
 from service.compat.chat.samples import ChatSamples, MessageParts
-from service.compat.errors import problem_message
 from service.compat.event_stream import error_event
+from service.compat.openai_errors import problem_message
 from service.compat.responses.items import custom_input, encoded_reasoning
 from service.compat.sample_stream import SamplePart, sample_parts
 

@@ -20,8 +20,8 @@ from service.compat.answer_fields import (
 from service.compat.bodies import request_body
 from service.compat.chat.samples import ChatSamples, count_ignored_options
 from service.compat.chat.streamed_message import with_whole_calls
-from service.compat.errors import OpenAIRoute, as_openai
 from service.compat.event_stream import STREAM_RESPONSES, event_response
+from service.compat.openai_errors import OpenAIRoute, as_openai
 from service.compat.request import ROLLOUT_ERRORS, Compat, CompatRequest
 from service.compat.responses.bodies import ENCRYPTED, LOGPROBS, ResponsesBody
 from service.compat.responses.events import Item, OutputItems, ResponseStream, item_status

@@ -15,10 +15,10 @@ from service.auth.access import requires_role
 from service.compat import logprobs
 from service.compat.answer_fields import finish_reason, support_field, usage, weight_version_spans
 from service.compat.bodies import CompatModel, Flag, MaxTokens, request_body
-from service.compat.errors import OpenAIRoute, as_openai
 from service.compat.event_stream import EVENTS_OR_JSON, StreamFields, stream_response
 from service.compat.logprobs import NumLogprobs
 from service.compat.openai.chat import ChatBody, ChatMessage, Tool
+from service.compat.openai_errors import OpenAIRoute, as_openai
 from service.compat.request import CommonRequestFields, Compat
 from service.compat.sample_stream import SamplePart
 from service.compat.sampling_fields import SamplingFields

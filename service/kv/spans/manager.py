@@ -6,7 +6,7 @@ from pathlib import Path
 from coppice.wire.kv_reuse import KvReuse
 from coppice.wire.rollouts import PromptSpan
 from engine.protocol.prompt_kv import PromptKv
-from service.kv.prompt_prefill import PromptSource
+from service.kv.prompt_source import PromptSource
 from service.kv.spans.index import SpanIndex
 from service.kv.spans.observations import Observations
 from service.kv.spans.pinned_spans import PinnedSpans

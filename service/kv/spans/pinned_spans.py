@@ -14,7 +14,7 @@ from coppice.wire.rollouts import PromptSpan
 from engine.protocol.generation import Generation
 from engine.types.kv import ExportSlot, KvLoad
 from engine.types.samples import Completion, SampleRequest, Sampling
-from service.kv.prompt_prefill import GroupMonitor
+from service.kv.prompt_source import GroupMonitor
 from service.kv.spans.index import SpanEntry, SpanIndex
 from service.kv.spans.prompt_template import Scope
 

@@ -16,7 +16,7 @@ from coppice.wire.kv_reuse import KvReuseMode, KvReuseReason
 from engine.protocol.generation import Generation
 from engine.types.kv import KvLoad, LoadPiece, ObservedKv
 from engine.types.samples import Completion, SampleRequest
-from service.kv.prompt_prefill import GroupMonitor
+from service.kv.prompt_source import GroupMonitor
 from service.kv.spans.index import SpanEntry
 from service.kv.spans.observations import Observation, Observations
 from service.kv.spans.pinned_spans import ReuseFailed, cancel_on_end

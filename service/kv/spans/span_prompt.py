@@ -8,7 +8,7 @@ from coppice.wire.kv_reuse import KvReuseAnswer, KvReuseMode, KvReuseReason
 from coppice.wire.rollouts import GroupAnswer, PromptSpan
 from engine.protocol.generation import Generation
 from engine.types.kv import KvLoad
-from service.kv.prompt_prefill import GroupMonitor, PromptSource
+from service.kv.prompt_source import GroupMonitor, PromptSource
 from service.kv.spans.pinned_spans import PinnedSpans, ReuseFailed
 
 

@@ -19,7 +19,7 @@ from coppice.wire.rollouts import PromptSpan
 from engine.protocol.generation import Generation
 from engine.types.kv import ExportSlot, KvLoad, LoadPiece
 from engine.types.samples import Completion, SampleRequest
-from service.kv.prompt_prefill import GroupMonitor
+from service.kv.prompt_source import GroupMonitor
 from service.kv.spans.pinned_spans import ReuseFailed
 from service.kv.spans.prompt_template import joined
 from service.kv.spans.span_prompt import SpanPrompt

@@ -10,7 +10,7 @@ from coppice.wire.columns.token_columns import TokenLists
 from coppice.wire.rollouts import Finish
 from engine.protocol.generation import Generation
 from engine.types.samples import KeptKv
-from service.kv.prompt_prefill import PromptSource
+from service.kv.prompt_source import PromptSource
 from service.kv.spans.manager import KvReuseManager
 from service.kv.spans.prompt_template import Scope
 from service.rollouts import validation

@@ -18,7 +18,7 @@ from coppice.wire.rollouts import FinishReason, GroupAnswer, Outcome, SampleAnsw
 from engine.protocol.generation import Generation
 from engine.types.samples import Completion, SampleRequest, TopLogprobs
 from service.kv.handles.group_exports import GroupKvExports
-from service.kv.prompt_prefill import PromptSource
+from service.kv.prompt_source import PromptSource
 from service.rollouts.fairness import Turns
 from service.rollouts.groups.finish_policy import FinishPolicy
 from service.rollouts.groups.options import GroupOptions, given_tokens

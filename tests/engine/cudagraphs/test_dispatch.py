@@ -1,6 +1,6 @@
 """Selection of the graph for a step: by a ladder per length, and as in vLLM 0.32."""
 
-from engine.cudagraphs.evaluation import (
+from engine.cudagraphs.plan_score import (
     RIDGE_TOKENS,
     GraphMemory,
     PerLengthLookup,

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from engine.cudagraphs.evaluation import MIN_GRAPH_BYTES, GraphMemory, estimate_memory
+from engine.cudagraphs.plan_score import MIN_GRAPH_BYTES, GraphMemory, estimate_memory
 
 LLAMA_8B = {
     "hidden_size": 4096,

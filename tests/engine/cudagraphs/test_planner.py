@@ -4,7 +4,7 @@ import pytest
 
 from engine.cudagraphs.allowed_shapes import CaptureLimits, tlt_shapes, vllm_shapes
 from engine.cudagraphs.draft_lengths import DraftLengthTiers
-from engine.cudagraphs.evaluation import GraphMemory, PerLengthLookup, score, step_cost
+from engine.cudagraphs.plan_score import GraphMemory, PerLengthLookup, score, step_cost
 from engine.cudagraphs.planner import MAX_STEP_SLOWDOWN, BudgetTooSmall, Plan, plan
 from engine.cudagraphs.shapes import GraphShape, Trace, decode, mixed
 

@@ -9,7 +9,7 @@ from engine.cudagraphs import graph_candidates
 from engine.cudagraphs.allowed_shapes import CaptureLimits, vllm_shapes, vllm_sizes
 from engine.cudagraphs.counters import COUNTERS
 from engine.cudagraphs.draft_lengths import DraftLengthTiers
-from engine.cudagraphs.evaluation import GraphMemory, PerLengthLookup, VllmLookup
+from engine.cudagraphs.plan_score import GraphMemory, PerLengthLookup, VllmLookup
 from engine.cudagraphs.planner import Plan, plan
 from engine.cudagraphs.shapes import GraphShape, decode, mixed
 from tests.engine.cudagraphs.managers import Schedule, capture, config_of, manager_of, no_gpu_needed

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from coppice.train.attention.implementations import AttentionContext, StopForward, UnsupportedModel
+from coppice.train.attention.forward_contexts import AttentionContext, StopForward, UnsupportedModel
 from coppice.train.attention.windows_and_sinks import LayerAttention
 from coppice.train.packed_row import Inputs
 from coppice.train.routing import has_routers, hooked_routers, select_experts

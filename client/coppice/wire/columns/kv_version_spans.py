@@ -1,4 +1,4 @@
-"""Wire types for KV kept across weights updates: the option, and ranges of KV by version."""
+"""Wire types for reuse of KV from earlier weights: request options, and KV ranges by version."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby

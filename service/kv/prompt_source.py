@@ -1,4 +1,4 @@
-"""Base class of the ways in which a group's prompt gets its KV: prefill, or reuse in subclasses."""
+"""Source of the KV of a group's prompt: base class that leaves the prefill to the samples."""
 
 from collections.abc import Sequence
 from typing import Protocol

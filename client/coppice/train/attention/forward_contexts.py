@@ -1,4 +1,4 @@
-"""Attention of a Hugging Face model per kind of forward: prompt, responses, or packed groups.
+"""Attention of one model forward, for a prompt, its responses, or several packed groups.
 
 A context is passed to the model as a keyword argument. It thus reaches every layer, is captured by
 activation checkpointing, and is the same object when a layer is recomputed, on any thread.
