@@ -19,7 +19,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 
 from engine.errors import StartFailed
 from engine.features import FEATURES
-from engine.requests.chat_template_kwargs import load_template
+from engine.launch.chat_template import load_template
 from engine.settings import EngineSettings
 from engine.settings.vllm_arguments import PASSED_UNCHANGED
 

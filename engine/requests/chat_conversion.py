@@ -19,8 +19,9 @@ from vllm.renderers.params import ChatParams, TokenizeParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from engine.errors import ConversationRefused, NoTurnEnd, PromptTooLong, RequestRefused
+from engine.launch.chat_template import load_template
 from engine.protocol.text import DEFAULT_SAMPLING, ResponseStream
-from engine.requests.chat_template_kwargs import load_template, template_options, template_variables
+from engine.requests.chat_template_kwargs import template_options, template_variables
 from engine.requests.response_parsers import (
     STREAMING_TOOL_PARSERS,
     num_reasoning_tokens,

@@ -7,7 +7,6 @@ and truncate prompts: `max_length` alone can exhaust memory. So only template va
 import inspect
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jinja2.ext
@@ -15,9 +14,10 @@ import jinja2.meta
 import jinja2.sandbox
 from jinja2.defaults import DEFAULT_NAMESPACE
 from transformers import PreTrainedTokenizerBase
-from vllm.renderers.hf import AssistantTracker, HfRenderer, resolve_chat_template
+from vllm.renderers.hf import HfRenderer, resolve_chat_template
 
-from engine.errors import ConversationRefused, StartFailed
+from engine.errors import ConversationRefused
+from engine.launch.chat_template import template_environment
 
 log = logging.getLogger(__name__)
 MAX_CHARACTERS = 2**18
@@ -54,25 +54,6 @@ _ARGUMENTS = frozenset(
 _IGNORED_ARGUMENTS = {"add_generation_prompt", "return_dict", "tokenize"}
 
 
-def load_template(setting: str | None) -> str | None:
-    """The template of the setting `engine.chat_template`: a file's text, or the setting itself.
-
-    Raises StartFailed.
-    """
-    if setting is None:
-        return None
-    try:
-        text = setting if "{" in setting else Path(setting).expanduser().read_text("utf-8")
-        _environment().parse(text)
-    except OSError as error:
-        raise StartFailed(f"engine.chat_template: {setting}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise StartFailed(f"engine.chat_template: {setting} is not UTF-8 text") from None
-    except jinja2.TemplateError as error:
-        raise StartFailed(f"engine.chat_template: not a Jinja template: {error}") from None
-    return text
-
-
 def template_variables(
     renderer: Any, model_config: Any, configured: str | None = None
 ) -> frozenset[str]:
@@ -105,17 +86,10 @@ def template_options(given: Mapping[str, Any], variables: frozenset[str]) -> dic
     return options
 
 
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """Jinja environment with the extensions of transformers."""
-    return jinja2.sandbox.ImmutableSandboxedEnvironment(
-        extensions=[AssistantTracker, jinja2.ext.loopcontrols]
-    )
-
-
 def _undeclared(template: str) -> set[str]:
     """Names that a chat template reads but does not define, found in the same way as in vLLM."""
     try:
-        return set(jinja2.meta.find_undeclared_variables(_environment().parse(template)))
+        return set(jinja2.meta.find_undeclared_variables(template_environment().parse(template)))
     except jinja2.TemplateError as error:
         log.warning("the chat template cannot be parsed: %s", error)
         return set()

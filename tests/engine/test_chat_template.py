@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.errors import ConversationRefused, PromptTooLong, RequestRefused, StartFailed
-from engine.requests.chat_template_kwargs import load_template
+from engine.launch.chat_template import load_template
 from tests.engine.chats import CONTEXT_TOKENS, TemplateChat, make_chat
 
 ASKED = [{"role": "user", "content": "abc"}]
