@@ -34,7 +34,7 @@ class Pause:
 class Pauses:
     """Pauses and resumes the engine for API keys, for sleeps and for weights updates.
 
-    Whoever changes the engine's state or weights holds `lock`. vLLM has one pause state for all
+    Code that changes the engine's state or weights holds `lock`. vLLM has one pause state for all
     callers. The modes `wait` and `abort` set the one in which running samples continue, so they
     would run the samples that another pause has frozen. A pause whose lease has ended counts until
     it is removed, so that the table of pauses always agrees with the engine. `on_paused` is called
@@ -158,7 +158,7 @@ class Pauses:
         finally:
             self._draining = None
         if not is_drained:
-            await self._engine.pause("keep")  # whoever ended the pause resumes, once it may
+            await self._engine.pause("keep")  # the code that ended the pause resumes, once it may
             raise VersionConflict(f"the {kind} has ended before the running samples did")
 
     async def _pause_until_idle(self, owner: str, kind: PauseKind) -> bool:
