@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from service.errors import InvalidRequest
 
 _MOVE = "move\n"  # callers' keys have no line breaks, and the names of resources differ
-_KEY = re.compile(r"^[\x21-\x7e]{1,255}$")
+_KEY = re.compile(r"[\x21-\x7e]{1,255}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class IdempotencyClaim:
         cls, owner: str, key: str, fingerprint: bytes, resource: str | None = None
     ) -> "IdempotencyClaim":
         """Claim of a request; keys of different resources do not conflict."""
-        if not _KEY.match(key):
+        if not _KEY.fullmatch(key):
             raise InvalidRequest.of_parameter(
                 "Idempotency-Key", "1 to 255 visible ASCII characters"
             )

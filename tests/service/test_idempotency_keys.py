@@ -4,7 +4,7 @@ import pytest
 
 from service.cluster.idempotency_claim import IdempotencyClaim
 from service.cluster.idempotency_keys import IdempotencyKeys
-from service.errors import IdempotencyInProgress
+from service.errors import IdempotencyInProgress, InvalidRequest
 from tests.service.cluster.test_membership import KEEP_SECONDS, MembershipProbe
 
 
@@ -20,6 +20,13 @@ def keys(probe: MembershipProbe) -> IdempotencyKeys:
 
 def claim_of(owner: str, key: str = "key", resource: str | None = None) -> IdempotencyClaim:
     return IdempotencyClaim.of(owner, key, b"body", resource)
+
+
+@pytest.mark.parametrize("key", ["", "k\n", "move\n1", "a b", "\u00e4", "k" * 256])
+def test_key_of_a_request_is_visible_ascii(key: str) -> None:
+    """Also in a state from another replica, where it is no header."""
+    with pytest.raises(InvalidRequest, match="Idempotency-Key"):
+        IdempotencyClaim.of("owner", key, bytes(32))
 
 
 def test_keys_of_different_owners_and_resources_do_not_conflict(keys: IdempotencyKeys) -> None:

@@ -6,6 +6,7 @@ are tensors instead, and the field is `bare`: it only shows that the column is p
 """
 
 import math
+from abc import ABC, abstractmethod
 from base64 import b64decode
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ SPAN_BYTES = 1024
 NO_ENTRIES = TokenLogprobs.empty(0)
 
 
-class Kind:
+class Kind(ABC):
     """Operations on the values of one column; the last ones are those of packed results.
 
     `wires` are fields of several parts of a result, `bares` the same fields in a packed one, and
@@ -38,21 +39,21 @@ class Kind:
     and a packed result has it in its JSON.
     """
 
+    @abstractmethod
     def part(self, values: Any, start: int, end: int, length: int) -> Any:
         """Values of the tokens start to end (exclusive) of `length` tokens."""
-        raise NotImplementedError
 
+    @abstractmethod
     def joined(self, parts: Sequence[Part]) -> Any:
         """Values of consecutive parts, at least one of which has them. Others are filled up."""
-        raise NotImplementedError
 
+    @abstractmethod
     def fits(self, values: Any, length: int) -> bool:
         """True if the values are those of `length` tokens that were sampled."""
-        raise NotImplementedError
 
+    @abstractmethod
     def num_bytes(self, wire: Any) -> int:
         """Estimated memory of a field, in bytes."""
-        raise NotImplementedError
 
     def to_wire(self, values: Any) -> Any:
         return values
