@@ -40,7 +40,7 @@ class ClusterMembership:
     Runs on one event loop. `describe` returns the registry entry for each heartbeat. With
     `is_standalone` no other replica uses the registry, so that nothing needs to be replicated.
     `sync_keys` is called after each heartbeat, with True if the registry may have lost all keys; it
-    returns False if some are left to send with the next one.
+    returns False if some are left to send with the next one. `on_view` receives each new view.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class ClusterMembership:
         self._describe = describe
         self._metrics = metrics
         self._clock = clock
-        self.view_listeners: list[Callable[[ClusterView], None]] = []
+        self.on_view: Callable[[ClusterView], None] | None = None
         self._view = ClusterView(known=False, replicas={}, manifests={}, target=None)
         self._known_replicas: dict[str, Replica] = {}
         self.sync_keys: Callable[[bool], Awaitable[bool]] | None = None
@@ -245,8 +245,8 @@ class ClusterMembership:
         # Until the view is settled, a live replica may not have registered again.
         kept = {} if self.is_settled else self._known_replicas
         self._known_replicas = {**kept, **view.replicas}
-        for listener in self.view_listeners:
-            listener(view)
+        if self.on_view is not None:
+            self.on_view(view)
 
     def _on_unavailable(self, reason: str) -> None:
         if not self._num_failures:

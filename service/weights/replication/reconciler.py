@@ -68,7 +68,7 @@ class Reconciler:
         self._loop: asyncio.Task[None] | None = None
         self._is_following = self._is_closed = False
         self._view_changed = asyncio.Event()
-        cluster.view_listeners.append(self._on_view)
+        cluster.on_view = self._on_view
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

@@ -56,7 +56,7 @@ class OneReplica:
         self.versions = Versions(first_version("v0"))
         status = ReplicaStatus(ME.id, ME.url, Readiness(FakeEngine()), self.versions)
         self.announcer = Announcer(self.cluster, self.versions, status)
-        self.cluster.view_listeners.append(self.announcer.on_view)
+        self.cluster.on_view = self.announcer.on_view
 
 
 @pytest.fixture
