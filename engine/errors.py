@@ -1,4 +1,4 @@
-"""Exceptions that an engine raises.
+"""Exception classes of the engine: refused requests, failed loads, a dead engine.
 
 EngineError
 |- EngineDead          the engine process has exited or must not be used; start a new one

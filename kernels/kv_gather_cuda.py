@@ -1,4 +1,4 @@
-"""Triton kernel: KV cache blocks of all layers to the contiguous layout.
+"""Triton kernel that gathers a prompt's KV from all layers' cache blocks into contiguous rows.
 
 The canonical layout of a prompt is [L, 2, H, T, D] (see kv_block_copy). Here it is L * 2 * H rows
 of T vectors of D elements. One launch gathers any range of rows, or a range of one row's tokens, so

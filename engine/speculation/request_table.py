@@ -1,4 +1,4 @@
-"""Map from batch rows and request ids to slots of the draft store, and a step's batch.
+"""Table of requests and their slots in the draft store, and the rows of one step's batch.
 
 Batch rows move whenever a request is added or removed, so a row is looked up by request id in every
 step. A preempted request is not in the batch but keeps its slot and tokens. A request that the

@@ -1,4 +1,4 @@
-"""Pauses of sampling, at most one per API key, and the engine's pause that follows them.
+"""Leased pauses of sampling, one per API key; the engine resumes when the last one ends.
 
 Each API key has at most one pause, which only the same key resumes. So the pause of an operator is
 not ended by a trainer, and a trainer's is not by another one. While the engine sleeps, the sleep is

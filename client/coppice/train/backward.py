@@ -1,4 +1,4 @@
-"""Backward pass of the loss of a prompt's responses, exact with a single prefill of the prompt.
+"""Backward passes for responses that share a prefilled prompt; gradients equal separate passes.
 
 The backwards of the responses accumulate the loss gradient in the weights and in the prompt's keys
 and values, which are leaves of their graphs. A backward through the prompt's forward then

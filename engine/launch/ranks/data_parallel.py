@@ -1,4 +1,4 @@
-"""Data parallelism within one service: several EngineCores that each serve all weights.
+"""Checks of data-parallel settings, and a vLLM coordinator process that ends with the service.
 
 They share nothing, so that each request runs on one of them. vLLM's coordinator process collects
 their load; without mixture-of-experts layers nothing else depends on it.

@@ -1,4 +1,4 @@
-"""Methods added to vLLM's CPU workers: start drafting from sibling samples, end its profiling.
+"""Methods added to vLLM's CPU workers: start of drafting, and use of the measured step times.
 
 The draft proposer is attached on rank 0, whose drafts are used by all ranks. All ranks sample
 identically, with the same hooks in their model runners.

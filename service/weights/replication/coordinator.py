@@ -1,4 +1,4 @@
-"""Coordinator of an activation on all replicas, on the replica that got the request.
+"""Activation of a weights version on all replicas, coordinated by the one that got the request.
 
 First the other replicas fetch and stage the version, then it is activated here, then it becomes the
 activation target in the cluster registry. So weights that cannot be loaded fail on one replica

@@ -1,4 +1,4 @@
-"""Base class and subclasses for kinds of per-token data: slicing, joining and serialization.
+"""Kinds of per-token columns (values, sets, tables): how each is sliced, joined and serialized.
 
 The values of a column have three forms. In the server they are lists and encoded sets, in the
 client NumPy arrays. In the wire form they are fields of pydantic models. In a packed result some
