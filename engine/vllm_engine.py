@@ -16,6 +16,7 @@ from engine.launch.ranks.data_parallel import check_settings
 from engine.launch.ranks.digests import synchronize_machines
 from engine.launch.ranks.multi_machine_setup import check_ray, check_serves
 from engine.launch.vllm_argument_checks import check_vllm_args
+from engine.openai_server.server import VllmOpenAIServer
 from engine.parts.generation import VllmGeneration
 from engine.parts.text import VllmText
 from engine.parts.weights import VllmWeights
@@ -90,6 +91,9 @@ class VllmEngine(VllmGeneration, VllmText, VllmWeights):
         await self._features.prepare(self._processes)
         self._chat = await asyncio.to_thread(
             ChatProcessor, self.llm, self._settings, eos_token_ids(self.llm)
+        )
+        self._openai_server = await asyncio.to_thread(
+            VllmOpenAIServer, self.llm.vllm_config, self.llm.renderer, self._settings
         )
         variables = self._chat.template_variables
         info = collect_info(self.llm, self._settings, model, variables, self._features)

@@ -14,7 +14,7 @@ from service.auth.access import authorize
 from service.auth.keys import Keyring
 from service.cluster.registry import ClusterRegistry
 from service.compat.app import RouteAudience, create_compat_app
-from service.compat.responses.store import ResponseStore
+from service.compat.response_store import ResponseStore
 from service.compat.sglang.running_requests import RequestIds
 from service.compat.weight_updates import WeightUpdates
 from service.config.settings import Settings

@@ -8,11 +8,11 @@ prefilled, and exported, in a sample's first step.
 import asyncio
 import json
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,11 +25,12 @@ from engine.errors import (
     FilesRestored,
     RequestRefused,
 )
+from engine.protocol.openai_server import OpenAIServer
 from engine.protocol.optional_features import DRAFT_MODEL, FeatureKey, Interface, Stats
 from engine.protocol.text import DEFAULT_SAMPLING
 from engine.requests.stop_text import response_text
 from engine.sampling.support_encoding import ALL, encode_mask
-from engine.types.chat import ChatRequest, ChatResponse, ToolCall, truncated
+from engine.types.chat import ChatRequest, ChatResponse, EncodedPrompt, ToolCall, truncated
 from engine.types.feature_stats import (
     CudaGraphStats,
     DrafterStatus,
@@ -226,6 +227,12 @@ class FakeEngine:
     def kill(self) -> None:
         self.die()
 
+    @property
+    def openai_server(self) -> OpenAIServer:
+        from tests.fake_openai_server import fake_openai_server  # loads vLLM
+
+        return fake_openai_server(self.max_context_tokens, "fake")
+
     def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """UTF-8 bytes as token IDs; no special token is added."""
         return list(text.encode())
@@ -237,10 +244,12 @@ class FakeEngine:
         if any(message["role"] not in ROLES for message in messages):
             raise RequestRefused("unknown role")
         named = [str(tool["function"]["name"]) for tool in chat_request.tools]
-        contents = [str(message["content"]) for message in messages]
-        token_ids = self.encode_text("".join(named + contents))
+        token_ids = self.encode_text("".join([*named, *map(_content, messages)]))
         number, side = chat_request.truncate_prompt_tokens, chat_request.truncation_side
         return truncated(token_ids, number, side)
+
+    def encode_chat_with_images(self, chat_request: ChatRequest) -> EncodedPrompt:
+        raise ConversationRefused("messages", "At most 0 image(s) may be provided in one prompt.")
 
     def encode_chat_after(
         self, chat_request: ChatRequest, index: int, *, last_token: int
@@ -270,24 +279,15 @@ class FakeEngine:
             content=None, tool_calls=(ToolCall(id="call-1", name=name, arguments="{}"),)
         )
 
-    def response_stream(
-        self,
-        sampling: Sampling = DEFAULT_SAMPLING,
-        prompt: Sequence[int] = (),
-        chat_request: ChatRequest | None = None,
-    ) -> "FakeStream":
-        return FakeStream(
-            self, sampling, is_parsed=chat_request is not None and bool(chat_request.tools)
-        )
-
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return bytes(token_ids).decode("latin-1")
 
-    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        return [self.decode([token]) for token in token_ids]
-
-    def token_pieces(self, token_ids: Sequence[int]) -> list[str]:
-        return [f"<{token}>" for token in token_ids]
+    def _text(self, sample: Running, places: Sequence[int], finish: EngineFinishReason) -> str:
+        token_ids = [place % VOCAB_SIZE for place in places]
+        include = sample.request.sampling.include_stop_str_in_output
+        if finish == "stop" and sample.stop_reason is None and not include:
+            token_ids.pop()
+        return response_text(self.decode, token_ids, sample.stop_reason, include_stop_str=include)
 
     async def check_sampling(self, sampling: Sampling, client: str = "") -> None:
         self.checked.append(sampling)
@@ -592,6 +592,7 @@ class FakeEngine:
             ),
             num_cached_tokens=sample.num_cached,
             stop_reason=sample.stop_reason,
+            text=self._text(sample, places, finish) if sample.request.returns_text else None,
             entropy=[self.entropy(p) for p in places] if sample.request.entropy_top_k else None,
             top_logprobs=_rows([p % VOCAB_SIZE for p in places], [-0.5] * count, k) if k else None,
             given_logprobs=_given(places, sample.request.logprob_token_ids),
@@ -603,12 +604,19 @@ class FakeEngine:
         sample.done.set_result(completion)
 
 
+def _content(message: Mapping[str, Any]) -> str:
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
 def _stop(sample: Running) -> bool:
     """Cuts a sample after the token that completes one of its stop strings.
 
     Each token is one character, as in `decode`.
     """
     request, sampling = sample.request, sample.request.sampling
+    if not sampling.stop:
+        return False
     start = len(request.prompt_token_ids)
     prior = request.prompt_token_ids[start - request.num_prior_tokens :]
     new = [(start + i) % VOCAB_SIZE for i in range(len(sample.token_versions))]
@@ -651,27 +659,6 @@ class FakeDraftModel:
         path.unlink()
 
 
-@dataclass
-class FakeStream:
-    """Text of single tokens, each a character; what may begin a stop string is held back."""
-
-    engine: FakeEngine
-    sampling: Sampling = DEFAULT_SAMPLING
-    is_parsed: bool = False
-    held_back: str = ""
-    has_tool_calls: bool = False
-
-    def add(self, token_ids: Sequence[int]) -> ChatResponse:
-        text = self.held_back + self.engine.decode(token_ids)
-        excluded = () if self.sampling.include_stop_str_in_output else self.sampling.stop
-        end = max(len(text) - max(map(len, excluded), default=1) + 1, 0)
-        self.held_back = text[end:]
-        return ChatResponse(content=text[:end])
-
-    def finish(self, token_ids: Sequence[int], stop_reason: int | str | None) -> ChatResponse:
-        return ChatResponse(content=None)
-
-
 def _supports(places: range) -> list[bytes]:
     """Sets of the token alone; every fourth token has the whole vocabulary."""
     tokens = (place % VOCAB_SIZE for place in places)
@@ -711,6 +698,9 @@ def _deliver(sample: Running) -> None:
             ),
             top_logprobs=_rows([p % VOCAB_SIZE for p in places], [-0.5] * len(places), k)
             if k
+            else None,
+            text="".join(chr(place % VOCAB_SIZE) for place in places)
+            if request.returns_text
             else None,
         )
     )

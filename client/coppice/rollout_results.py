@@ -191,6 +191,8 @@ class Group:
     prompt_logprobs: PromptLogprobs | None = None
     """Logprobs of the prompt's tokens, if they were requested."""
     prompt_token_ids: NDArray[np.int64] | None = None
+    num_images: int = 0
+    """Images in the prompt, which its token ids alone do not have."""
 
     @property
     def unfinished(self) -> tuple[Sample, ...]:
@@ -235,6 +237,7 @@ def group_of(head: GroupHead, samples: Iterable[Sample], segments: Iterable[Segm
         kv_reuse=head.kv_reuse,
         prompt_logprobs=head.prompt_logprobs,
         prompt_token_ids=None if given is None else np.array(given, dtype=np.int64),
+        num_images=head.num_images,
     )
 
 

@@ -100,6 +100,7 @@ def coppice_reset_prefix_cache(self: "EngineCore", keep_chains: bool = False) ->
     num_running_requests = _stop_caching_running(self.scheduler, keep_chains=keep_chains)
     blocks = kept.blocks_to_keep(keep=keep_chains)
     features.on_prefix_cache_reset(self, blocks)
+    _reset_encoder_cache(self)
     num_hashes = _clear_block_hashes(self.scheduler.kv_cache_manager.block_pool, blocks)
     return PrefixCacheReset(
         num_hashes=num_hashes,
@@ -107,6 +108,16 @@ def coppice_reset_prefix_cache(self: "EngineCore", keep_chains: bool = False) ->
         num_running_requests=num_running_requests,
         connector=self.scheduler.reset_connector_cache(),
     )
+
+
+def _reset_encoder_cache(core: "EngineCore") -> None:
+    """Drop the embeddings of images, which the earlier weights computed.
+
+    The same as `EngineCore.reset_encoder_cache`, without its warning: running requests compute the
+    embeddings that they still need again.
+    """
+    core.scheduler.reset_encoder_cache()
+    core.model_executor.reset_encoder_cache()
 
 
 def coppice_check_pool(self: "EngineCore") -> PoolState:

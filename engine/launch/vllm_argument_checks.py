@@ -42,7 +42,6 @@ COVERED: Final = {
 """Arguments of vLLM that a setting with another name covers."""
 _LOGPROBS = "logprobs must be those of the distribution that a request's parameters define"
 _METHODS = "the server adds its own methods to vLLM's workers"
-_MEDIA = "requests hold text only"
 _ENGINES = "the server starts all engines of engine.data_parallel_size itself"
 _RESTART = "a failed engine ends the service, which its supervisor starts again"
 _GENERATION = "the served model generates text and tokens"
@@ -56,7 +55,7 @@ OWNED: Final = {
     "override_generation_config": _LOGPROBS,
     "kv_transfer_config": "the server's own connector exports prompt KV; "
     "engine.kv_offload_bytes adds vLLM's offloading connector to it",
-    "ec_transfer_config": _MEDIA,
+    "ec_transfer_config": "each engine runs the encoder of images itself",
     "enable_prefix_caching": "the samples of a group and the turns of a session share prefixes",
     "disable_log_stats": "the server's metrics are made of vLLM's statistics",
     "enable_log_requests": "prompts and responses are never logged",
@@ -67,8 +66,7 @@ OWNED: Final = {
     "pooler_config": _GENERATION,
     "diffusion_config": _GENERATION,
     "tokens_only": _GENERATION,
-    "allowed_local_media_path": _MEDIA,
-    "allowed_media_domains": _MEDIA,
+    "allowed_local_media_path": "requests never read files of the server",
     "enable_elastic_ep": _RESTART,
     "elastic_ep_max_dp_size": _RESTART,
     "enable_fault_tolerance": _RESTART,

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 
+from engine.openai_server.server import VllmOpenAIServer
 from engine.parts.state import VllmState
-from engine.protocol.text import DEFAULT_SAMPLING, ResponseStream
-from engine.requests import logprobs
+from engine.protocol.openai_server import OpenAIServer
+from engine.protocol.text import DEFAULT_SAMPLING
 from engine.requests.chat_conversion import ChatProcessor
-from engine.types.chat import ChatRequest, ChatResponse
+from engine.types.chat import ChatRequest, ChatResponse, EncodedPrompt
 from engine.types.samples import Sampling
 
 
@@ -14,6 +15,11 @@ class VllmText(VllmState):
     """The `engine.protocol.text.Text` of vLLM."""
 
     _chat: ChatProcessor
+    _openai_server: VllmOpenAIServer
+
+    @property
+    def openai_server(self) -> OpenAIServer:
+        return self._openai_server
 
     def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         tokenizer = self.llm.get_tokenizer()
@@ -21,6 +27,9 @@ class VllmText(VllmState):
 
     def encode_chat(self, chat_request: ChatRequest) -> list[int]:
         return self._chat.encode(chat_request)
+
+    def encode_chat_with_images(self, chat_request: ChatRequest) -> EncodedPrompt:
+        return self._chat.encode_with_images(chat_request)
 
     def encode_chat_after(
         self, chat_request: ChatRequest, index: int, *, last_token: int
@@ -39,20 +48,6 @@ class VllmText(VllmState):
             token_ids, chat_request, stop_reason=stop_reason, sampling=sampling
         )
 
-    def response_stream(
-        self,
-        sampling: Sampling = DEFAULT_SAMPLING,
-        prompt: Sequence[int] = (),
-        chat_request: ChatRequest | None = None,
-    ) -> ResponseStream:
-        return self._chat.response_stream(sampling, prompt, chat_request)
-
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         tokenizer = self.llm.get_tokenizer()
         return str(tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
-
-    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        return logprobs.token_texts(self.llm.get_tokenizer(), token_ids)
-
-    def token_pieces(self, token_ids: Sequence[int]) -> list[str]:
-        return logprobs.token_pieces(self.llm.get_tokenizer(), token_ids)

@@ -1,8 +1,11 @@
 """Chat messages to token ids and back, by vLLM's renderer and parsers."""
 
+import asyncio
 import copy
 import logging
+import time
 import traceback
+import uuid
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -13,26 +16,28 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionRequest,
     ChatCompletionToolsParam,
 )
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import VLLMError, VLLMValidationError
+from vllm.parser.parser_manager import ParserManager
+from vllm.renderers.chat_utils import has_non_text_content
 from vllm.renderers.hf import HfRenderer
 from vllm.renderers.params import ChatParams, TokenizeParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from engine.errors import ConversationRefused, NoTurnEnd, PromptTooLong, RequestRefused
-from engine.launch.chat_template import load_template
-from engine.protocol.text import DEFAULT_SAMPLING, ResponseStream
-from engine.requests.chat_template_kwargs import template_options, template_variables
-from engine.requests.response_parsers import (
-    STREAMING_TOOL_PARSERS,
-    num_reasoning_tokens,
-    response_parser,
-    tool_calls,
+from engine.errors import (
+    ConversationRefused,
+    NoTurnEnd,
+    PromptTooLong,
+    RequestRefused,
+    StartFailed,
 )
-from engine.requests.response_stream import ParsedStream, TextStream
+from engine.launch.chat_template import load_template
+from engine.protocol.text import DEFAULT_SAMPLING
+from engine.requests import images
+from engine.requests.chat_template_kwargs import template_options, template_variables
 from engine.requests.stop_text import response_text
 from engine.requests.turn_ends import Mark, Tail, TurnEnds, special_tokens
 from engine.settings import EngineSettings
-from engine.types.chat import ChatRequest, ChatResponse, truncated
+from engine.types.chat import ChatRequest, ChatResponse, EncodedPrompt, ToolCall, truncated
 from engine.types.samples import Sampling
 
 log = logging.getLogger(__name__)
@@ -55,8 +60,7 @@ class ChatProcessor:
     ) -> None:
         self._renderer: Any = llm.renderer
         self._model_config = llm.vllm_config.model_config
-        self._parser = response_parser(self._tokenizer, settings)
-        self._streams_tool_calls = settings.tool_parser in STREAMING_TOOL_PARSERS
+        self._parser = _response_parser(self._tokenizer, settings)
         self._bounds = TokenizeParams(
             max_total_tokens=self._model_config.max_model_len, add_special_tokens=False
         )
@@ -76,6 +80,25 @@ class ChatProcessor:
         number = chat_request.truncate_prompt_tokens
         token_ids = self._tokenized(prompt, self._bounds if number is None else UNBOUNDED)
         return truncated(token_ids, number, chat_request.truncation_side)
+
+    def encode_with_images(self, chat_request: ChatRequest) -> EncodedPrompt:
+        options = template_options(chat_request.template_options, self.template_variables)
+        request = _openai_request(chat_request)
+        self._check_parser(request, chat_request)
+        with images.within(images.ImageBudget()) as budget:
+            try:
+                _, prompt = self._renderer.render_messages(
+                    request.messages, self._params(chat_request, options)
+                )
+                tokens = self._renderer.tokenize_prompt(prompt, UNBOUNDED)
+                # In the thread in which vLLM processes the images of all requests.
+                found = asyncio.run(
+                    self._renderer.process_for_engine_async(tokens, time.time(), skip_mm_cache=True)
+                )
+            except (VLLMError, ValueError, NotImplementedError) as error:
+                message = error.args[0] if isinstance(error, VLLMValidationError) else str(error)
+                raise ConversationRefused("messages", message) from error
+        return EncodedPrompt(list(found["prompt_token_ids"]), found, budget.num_pixels)
 
     def encode_after(self, chat_request: ChatRequest, index: int, *, last_token: int) -> list[int]:
         """Tokens after the assistant's message at `index`; renders the chat twice at most.
@@ -126,7 +149,21 @@ class ChatProcessor:
 
         Renderers without a Jinja template may return tokens.
         """
-        params = ChatParams(
+        if has_non_text_content(list(chat_request.messages)):
+            raise ConversationRefused("messages", "images are not supported here: send text")
+        try:
+            _, prompt = self._renderer.render_messages(
+                messages, self._params(chat_request, options)
+            )
+        # A template is code of the model and may raise anything.
+        except Exception as error:
+            raise RequestRefused(
+                "the model's chat template failed to render these messages"
+            ) from error
+        return prompt
+
+    def _params(self, chat_request: ChatRequest, options: dict[str, Any]) -> ChatParams:
+        return ChatParams(
             chat_template=self._template,
             chat_template_kwargs={
                 **options,
@@ -136,14 +173,6 @@ class ChatProcessor:
                 "tokenize": not isinstance(self._renderer, HfRenderer),
             },
         )
-        try:
-            _, prompt = self._renderer.render_messages(messages, params)
-        # A template is code of the model and may raise anything.
-        except Exception as error:
-            raise RequestRefused(
-                "the model's chat template failed to render these messages"
-            ) from error
-        return prompt
 
     def chat_response(
         self,
@@ -168,24 +197,6 @@ class ChatProcessor:
                 place.lineno,
             )
             return ChatResponse(content=text(skip_special=True), parsed=False)
-
-    def response_stream(
-        self,
-        sampling: Sampling = DEFAULT_SAMPLING,
-        prompt: Sequence[int] = (),
-        chat_request: ChatRequest | None = None,
-    ) -> ResponseStream:
-        if self._parser is None or chat_request is None:
-            return TextStream(self._tokenizer, sampling)
-        parser, request = self._parser_of(_checked_request(chat_request), chat_request)
-        decode = partial(
-            self._response_text, sampling=sampling, skip_special=request.skip_special_tokens
-        )
-        has_tool_calls = bool(chat_request.tools) and self._streams_tool_calls
-        return ParsedStream(
-            *(self._tokenizer, sampling, parser, request, prompt, decode),
-            has_tool_calls=has_tool_calls,
-        )
 
     def _response_text(
         self,
@@ -215,8 +226,7 @@ class ChatProcessor:
         return ChatResponse(
             content=content,
             reasoning=reasoning,
-            tool_calls=tool_calls(calls),
-            num_reasoning_tokens=num_reasoning_tokens(parser, token_ids) if reasoning else 0,
+            tool_calls=_tool_calls(calls),
         )
 
     def _parser_of(
@@ -300,3 +310,34 @@ def _checked_request(chat_request: ChatRequest) -> ChatCompletionRequest:
         tools=tools or None,
         tool_choice="auto" if tools else "none",
     )
+
+
+def _response_parser(tokenizer: Any, settings: EngineSettings) -> Any:
+    try:
+        return ParserManager.get_parser(
+            tool_parser_name=settings.tool_parser,
+            reasoning_parser_name=settings.reasoning_parser,
+            enable_auto_tools=settings.tool_parser is not None,
+            model_name=settings.model,
+            tokenizer=tokenizer,
+        )
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise StartFailed(
+            f"engine.tool_parser or engine.reasoning_parser cannot be used: {error}"
+        ) from error
+
+
+def _tool_calls(calls: Any) -> tuple[ToolCall, ...]:
+    return tuple(
+        ToolCall(
+            id=call.id or f"call_{uuid.uuid4().hex}",
+            name=_encodable(call.name),
+            arguments=_encodable(call.arguments),
+        )
+        for call in calls or ()
+    )
+
+
+def _encodable(text: str) -> str:
+    """The text with U+FFFD for the lone surrogates that parsers decode from a call's JSON."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -61,11 +61,7 @@ def _joined(chunks: list[TopLogprobRows]) -> TopLogprobRows:
         return TopLogprobRows(
             np.zeros((0, 1), np.int32), np.zeros((0, 1), np.float32), np.zeros(0, np.int64)
         )
-    return TopLogprobRows(
-        np.concatenate([chunk.token_ids for chunk in chunks]),
-        np.concatenate([chunk.logprobs for chunk in chunks]),
-        np.concatenate([chunk.ranks for chunk in chunks]),
-    )
+    return TopLogprobRows.joined(chunks)
 
 
 class ArrayLogprobsProcessor(LogprobsProcessor):  # type: ignore[misc]
@@ -81,6 +77,7 @@ class ArrayLogprobsProcessor(LogprobsProcessor):  # type: ignore[misc]
     def from_new_request(cls, tokenizer: Any, request: Any) -> "ArrayLogprobsProcessor":
         self: ArrayLogprobsProcessor = super().from_new_request(tokenizer, request)
         if request.sampling_params.flat_logprobs:
+            self.tokenizer = None  # which decodes each token once more
             if self.num_logprobs:
                 self.logprobs = LogprobChunks()
             if self.num_prompt_logprobs is not None:

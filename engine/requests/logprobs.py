@@ -1,4 +1,4 @@
-"""Logprobs of samples and prompts in Coppice's types, and texts of single tokens.
+"""Logprobs of samples and prompts in Coppice's types.
 
 Logprobs of given tokens are computed by prefilling them as a prompt. vLLM does not use cached
 prefixes for such a request. So samples never request prompt logprobs, since their siblings would
@@ -17,7 +17,6 @@ from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -146,15 +145,3 @@ def top_k_entropies(rows: TopLogprobRows, k: int) -> list[float]:
     means = np.where(probabilities > 0, probabilities * logprobs, 0.0).sum(axis=1) / totals
     entropies: list[float] = np.maximum(np.log(totals) - means, 0.0).tolist()
     return entropies
-
-
-def token_texts(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
-    """Decoded text of each token. An incomplete character becomes the replacement character."""
-    known = [token for token in token_ids if token < len(tokenizer)]
-    found = dict(zip(known, convert_ids_list_to_tokens(tokenizer, known), strict=True))
-    return [found.get(token, "") for token in token_ids]
-
-
-def token_pieces(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
-    """Vocabulary entry of each token, empty for the padding of the model's vocabulary."""
-    return [piece or "" for piece in tokenizer.convert_ids_to_tokens(list(token_ids))]

@@ -82,14 +82,20 @@ def sampling_params(sample: SampleRequest, max_context_tokens: int) -> SamplingP
         include_stop_str_in_output=sampling.include_stop_str_in_output,
         skip_special_tokens=sampling.skip_special_tokens,
         ignore_eos=sampling.ignore_eos,
-        logprobs=max(sample.entropy_top_k, 0 if sample.raw_logprobs else sample.num_top_logprobs),
+        logprobs=_num_logprobs(sample),
         flat_logprobs=True,
-        detokenize=bool(sampling.stop),
+        detokenize=bool(sampling.stop) or sample.returns_text,
         output_kind=_output_kind(sample),
         skip_clone=True,  # not shared
         extra_args=_extra_args(sample),
         routed_experts_prompt_start=sample.experts_from or 0,
     )
+
+
+def _num_logprobs(sample: SampleRequest) -> int | None:
+    if not sample.returns_logprobs:
+        return None
+    return max(sample.entropy_top_k, 0 if sample.raw_logprobs else sample.num_top_logprobs)
 
 
 def requested_logprobs(sample: SampleRequest) -> RequestedLogprobs:

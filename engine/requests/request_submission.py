@@ -6,8 +6,7 @@ They are submitted in one iteration of the event loop so that they are scheduled
 """
 
 import asyncio
-import math
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -17,13 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
-from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestState
 
 from engine.adapters.loaded_adapters import LoadedAdapters
-from engine.errors import EngineDead, RequestRefused, SupportLost
+from engine.errors import EngineDead, RequestRefused
 from engine.kv_lifetime import version_spans
 from engine.launch.processes import VllmProcesses
 from engine.launch.ranks.placement import Placement, running_tokens
@@ -32,72 +30,21 @@ from engine.requests.logprobs import (
     ScoredTokens,
     given_logprobs,
     prompt_logprobs,
-    sampled_logprobs,
-    top_k_entropies,
 )
-from engine.requests.request_params import requested_logprobs, sampling_params
-from engine.sampling.step_supports import rows_of
-from engine.types.samples import Completion, SampleRequest, TokenDelta, TopLogprobRows, VersionSpan
+from engine.requests.pending_sample import PendingSample
+from engine.requests.request_params import sampling_params
+from engine.types.samples import Completion, SampleRequest, TopLogprobRows, VersionSpan
 
 
-class PendingSample:
-    """Awaitable of a running sample. Unlike a coroutine, it may be dropped without being awaited.
-
-    `on_finished` receives the completion, including the top k tokens if they were recorded.
-    """
-
-    def __init__(
-        self,
-        queue: Any,
-        sample: SampleRequest,
-        progress: Callable[[], tuple[VersionSpan, ...]],
-        on_finished: Callable[[Completion], None] | None = None,
-    ) -> None:
-        self._queue = queue
-        self._progress = progress
-        self._sample = sample
-        self._num_delivered = 0
-        self._ended = False
-        self._on_finished = on_finished
-
-    def __await__(self) -> Generator[Any, None, Completion]:
-        return self._completion().__await__()
-
-    async def _completion(self) -> Completion:
-        try:
-            while not (output := await self._queue.get()).finished:
-                self._deliver(output)
-        except EngineDeadError as error:
-            raise EngineDead("the engine process died") from error
-        found = to_completion(output, self._sample)
-        if self._on_finished is not None:
-            self._on_finished(
-                replace(found, top_logprobs=_recorded_rows(output.outputs[0].logprobs))
-            )
-        return found
-
-    def _deliver(self, output: RequestOutput) -> None:
-        """Pass the new tokens of a running sample to `on_tokens`."""
-        start, (sample,) = self._num_delivered, output.outputs
-        end = self._num_delivered = len(sample.token_ids)
-        if self._sample.on_tokens is None or end == start or self._ended:
-            return
-        flat: Any = sample.logprobs
-        logprobs = sampled_logprobs(flat[start:end])
-        num_possible = _num_possible(logprobs)
-        if num_possible < end - start:
-            self._ended, end = True, start + num_possible
-        if end == start:
-            return
-        flat = flat[start:end]
-        delta = TokenDelta(
-            start=start,
-            token_ids=list(sample.token_ids[start:end]),
-            logprobs=logprobs[:num_possible],
-            versions=_spans_between(self._progress(), start, end),
-            top_logprobs=_top_logprobs(flat, self._sample),
-        )
-        self._sample.on_tokens(delta)
+def _engine_input(sample: SampleRequest) -> Any:
+    """vLLM's input of a sample, whose prompt may go on with tokens of an earlier part."""
+    token_ids, salt = list(sample.prompt_token_ids), _salt(sample)
+    if sample.multimodal_input is None:
+        return tokens_input(token_ids, cache_salt=salt)
+    found = {**sample.multimodal_input, "prompt_token_ids": token_ids}
+    found.pop("prompt", None)
+    found.pop("cache_salt", None)
+    return found if salt is None else found | {"cache_salt": salt}
 
 
 def _salt(sample: SampleRequest) -> str | None:
@@ -108,113 +55,6 @@ def _constrains_reasoning(sample: SampleRequest) -> bool:
     """True if a constraint holds from the first token on."""
     outputs = sample.sampling.structured_outputs
     return outputs is not None and outputs.enable_in_reasoning
-
-
-def _recorded_rows(logprobs: Any) -> TopLogprobRows | None:
-    """Top logprobs of a sample, if vLLM returned any for whatever purpose."""
-    return logprobs.rows() if isinstance(logprobs, logprob_arrays.LogprobChunks) else None
-
-
-def _top_logprobs(logprobs: Any, request: SampleRequest) -> TopLogprobRows | None:
-    """Top logprobs of the sampled distribution, if requested."""
-    rows, k = _recorded_rows(logprobs), 0 if request.raw_logprobs else request.num_top_logprobs
-    return rows.columns(k) if k and rows is not None else None
-
-
-def to_completion(output: RequestOutput, request: SampleRequest) -> Completion:
-    sample, k = output.outputs[0], request.entropy_top_k
-    rows = _recorded_rows(sample.logprobs)
-    versions = tuple(
-        VersionSpan(version=span.version, start=span.start, end=span.end)
-        for span in sample.weight_versions or ()
-    )
-    completion = Completion(
-        token_ids=list(sample.token_ids),
-        logprobs=sampled_logprobs(sample.logprobs),
-        finish=sample.finish_reason,
-        versions=versions,
-        kv_versions=version_spans.kv_version_spans(
-            version_spans.reports_of(output), versions, len(request.prompt_token_ids)
-        ),
-        num_cached_tokens=output.num_cached_tokens or 0,
-        stop_reason=sample.stop_reason,
-        entropy=top_k_entropies(rows, k) if k and rows is not None else None,
-        top_logprobs=_top_logprobs(sample.logprobs, request),
-        routed_experts=sample.routed_experts,
-    )
-    replayed = replace(completion, **_replayed(sample, request))
-    return _possible_part(replayed, len(request.prompt_token_ids))
-
-
-def _num_possible(logprobs: Sequence[float]) -> int:
-    """Number of tokens before the first one whose logprob is NaN."""
-    if not math.isnan(sum(logprobs)):
-        return len(logprobs)
-    return next(n for n, logprob in enumerate(logprobs) if math.isnan(logprob))
-
-
-def _possible_part(found: Completion, num_prompt_tokens: int) -> Completion:
-    """The completion up to a position with NaN logits, or where its constraints exclude all tokens.
-
-    vLLM samples an arbitrary token there, with the logprob NaN.
-    """
-    length = len(found.token_ids)
-    given = [values for values in (found.logprobs, found.raw_logprobs) if values]
-    end = min(map(_num_possible, given), default=length)
-    if end == length:
-        return found
-    experts = found.routed_experts
-    return replace(
-        found,
-        **found.first(end),
-        finish="error",
-        stop_reason=None,
-        versions=_spans_between(found.versions, 0, end),
-        kv_versions=version_spans.cut_kv_versions(found.kv_versions, num_prompt_tokens, end),
-        routed_experts=None if experts is None else experts[: len(experts) - (length - end)],
-    )
-
-
-def _spans_between(spans: Sequence[VersionSpan], start: int, end: int) -> tuple[VersionSpan, ...]:
-    return tuple(
-        VersionSpan(version=span.version, start=max(span.start, start), end=min(span.end, end))
-        for span in spans
-        if span.start < end and span.end > start
-    )
-
-
-def _replayed(sample: Any, request: SampleRequest) -> dict[str, Any]:
-    """Fields of a completion that the hooks of the sampler return: supports and logprobs.
-
-    Raises SupportLost if the engine lacks those of a token.
-    """
-    further = requested_logprobs(request)
-    if not (request.support or further.width):
-        return {}
-    rows = rows_of(sample.sampling_mask or ())
-    if len(rows) != len(sample.token_ids) or not all(map(further.fits, rows)):
-        raise SupportLost(f"{len(rows)} supports for {len(sample.token_ids)} tokens")
-    found, token_ids = further.split(rows), np.array(sample.token_ids, np.int32)
-    given = np.tile(np.array(further.given, np.int32), (len(rows), 1))
-    fields: dict[str, Any] = {"support": found.supports if request.support else None}
-    if further.given:
-        fields["given_logprobs"] = _table(token_ids, given, found.given)
-    if found.raw is not None:
-        fields["raw_logprobs"] = found.raw.tolist()
-    if further.num_raw:
-        fields["top_logprobs"] = _table(token_ids, found.raw_top_ids, found.raw_top)
-    return fields
-
-
-def _table(
-    sampled: NDArray[np.int32], token_ids: NDArray[np.int32], logprobs: NDArray[np.float32]
-) -> TopLogprobRows:
-    """Logprobs of further tokens; the sampled ones are in column 0 without a logprob."""
-    return TopLogprobRows(
-        np.column_stack([sampled, token_ids]),
-        np.pad(logprobs, ((0, 0), (1, 0)), constant_values=-np.inf),
-        np.zeros(len(sampled), np.int64),
-    )
 
 
 def version_spans_so_far(state: RequestState) -> tuple[VersionSpan, ...]:
@@ -288,7 +128,7 @@ class Generation:
     ) -> PendingSample:
         queue = await self._processes.llm.add_request(
             sample.id,
-            tokens_input(list(sample.prompt_token_ids), cache_salt=_salt(sample)),
+            _engine_input(sample),
             sampling_params(sample, max_context_tokens),
             lora_request=self._adapters.request(sample.adapter),
             priority=sample.priority,

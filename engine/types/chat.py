@@ -25,6 +25,18 @@ class ChatRequest:
     truncation_side: TruncationSide = "left"
 
 
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """Tokens of a prompt. `multimodal_input` is the engine's input of one with images.
+
+    Each image counts with at least a minimum of pixels.
+    """
+
+    token_ids: list[int]
+    multimodal_input: Any = None
+    num_pixels: int = 0
+
+
 def truncated(token_ids: list[int], number: int | None, side: TruncationSide) -> list[int]:
     """Last `number` tokens of a prompt, or the first ones if the right side is truncated."""
     if number is None or number >= len(token_ids):
@@ -42,31 +54,13 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCallPart:
-    """Text that a part of a response adds to its tool call of this index.
-
-    The first part of a call has its id and its name; `is_whole` if it has all arguments, too.
-    """
-
-    index: int
-    arguments: str
-    id: str | None = None
-    name: str | None = None
-    is_whole: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ChatResponse:
     """A chat response, split into content, reasoning and tool calls.
 
-    `parsed` is false if a parser failed; then the whole text is the content. Of a part of a
-    response, content and reasoning are the text that the part adds, and `tool_call_parts` what it
-    adds to tool calls. `num_reasoning_tokens` is that of a whole response.
+    `parsed` is false if a parser failed; then the whole text is the content.
     """
 
     content: str | None
     reasoning: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
-    tool_call_parts: tuple[ToolCallPart, ...] = ()
-    num_reasoning_tokens: int = 0
     parsed: bool = True

@@ -124,6 +124,15 @@ class TopLogprobRows(Sequence[TopLogprobs]):
         each = zip(self.token_ids[at].tolist(), self.logprobs[at].tolist(), ranks, strict=True)
         return [TokenLogprob(*entry) for entry in each if entry[1] > -np.inf]
 
+    @classmethod
+    def joined(cls, parts: Sequence["TopLogprobRows"]) -> "TopLogprobRows":
+        """The rows of consecutive positions."""
+        return cls(
+            np.concatenate([part.token_ids for part in parts]),
+            np.concatenate([part.logprobs for part in parts]),
+            np.concatenate([part.ranks for part in parts]),
+        )
+
     def columns(self, k: int) -> "TopLogprobRows":
         """The same positions with the k most probable tokens only."""
         return TopLogprobRows(self.token_ids[:, : k + 1], self.logprobs[:, : k + 1], self.ranks)
@@ -170,7 +179,7 @@ class TokenDelta:
     """Tokens that a running sample has generated since its last delta.
 
     `start` is the index of the first one in the response, and `versions` has indices of the
-    response, too.
+    response, too. `num_cached_tokens` counts those of the prompt.
     """
 
     start: int
@@ -178,6 +187,9 @@ class TokenDelta:
     logprobs: list[float]
     versions: tuple[VersionSpan, ...]
     top_logprobs: TopLogprobRows | None = None
+    text: str | None = None
+    """Text that the tokens complete, if it was requested."""
+    num_cached_tokens: int = 0
 
 
 OnTokens = Callable[[TokenDelta], None]
@@ -199,9 +211,11 @@ class SampleRequest:
     other cached KV while the session is paused. Samples of the same `group` may be drafted from
     each other's text, unless `speculation` is false. Samples with the same chain in `kept_kv` share
     prefixes among themselves only; it replaces `cache_salt`, and excludes exports and loads.
-    `adapter` is the label of a loaded adapter.
-    `on_tokens` receives the tokens while the sample runs. The routed experts are returned from
-    position `experts_from` on.
+    `adapter` is the label of a loaded adapter. Without `returns_logprobs`, the logprobs are NaN:
+    they take a third of the time per token of the processes around the model. `multimodal_input` is
+    that of `Text.encode_chat_with_images`; the prompt begins with its tokens. With `returns_text`,
+    the tokens are returned with their text, as vLLM detokenizes them. `on_tokens` receives the
+    tokens while the sample runs. The routed experts are returned from position `experts_from` on.
 
     The last `num_prior_tokens` tokens of the prompt are the first ones of the response. Penalties,
     bad words, structured outputs and stop strings take them into account; the limits in `sampling`
@@ -214,6 +228,7 @@ class SampleRequest:
 
     id: str
     prompt_token_ids: Sequence[int]
+    multimodal_input: Any = None
     sampling: Sampling
     seed: int | None = None
     priority: int = 0
@@ -234,6 +249,8 @@ class SampleRequest:
     num_prior_tokens: int = 0
     num_drawn_tokens: int = 0
     data_parallel_rank: int | None = None
+    returns_text: bool = False
+    returns_logprobs: bool = True
     on_tokens: OnTokens | None = None
 
 
@@ -281,6 +298,7 @@ class Completion(TokenValues):
     versions: tuple[VersionSpan, ...]
     num_cached_tokens: int
     stop_reason: int | str | None = None
+    text: str | None = None
     kv_versions: tuple[KvVersionSpan, ...] = ()
     """Versions of the KV that the tokens were conditioned on; the last token has no KV."""
     routed_experts: NDArray[np.integer[Any]] | None = None

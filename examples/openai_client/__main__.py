@@ -21,7 +21,7 @@ def main(url: str) -> None:
         n=4,
         max_tokens=64,
         logprobs=0,  # the sampled tokens only
-        extra_body={"return_token_ids": True},
+        extra_body={"return_token_ids": True, "return_weight_versions": True},
     )
     for choice in completion.choices:
         extra = choice.model_extra or {}

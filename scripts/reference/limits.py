@@ -132,9 +132,9 @@ LIMITS = (
     ),
     Limit(
         "bytes of the body of a tokenizer's route",
-        "service/compat/vllm/tokens.py:MAX_BODY_BYTES",
+        "service/compat/serving/routes.py:MAX_TOKENIZER_BYTES",
         "body_too_large",
-        "service/compat/vllm/tokens.py",
+        "service/compat/serving/routes.py",
         "tests/service/test_limits.py::test_body_of_a_tokenizer_route_is_limited",
     ),
     Limit(
@@ -195,13 +195,20 @@ LIMITS = (
         "engine/requests/grammar_check.py",
         "tests/engine/test_grammar_turns.py::test_waiting_checks_of_a_key_are_bounded",
     ),
+    Limit(
+        "pixels of all images of one request",
+        "service/rollouts/tokenizer.py:MAX_PIXELS",
+        "invalid_request",
+        "service/rollouts/tokenizer.py",
+        "tests/engine/test_image_refusals.py::test_pixels_of_a_request_are_limited_together",
+    ),
     # Samples
     Limit(
         "samples of one request, or responses of one score",
         "service/rollouts/validation.py:MAX_SAMPLES",
         "invalid_request",
         "service/rollouts/validation.py",
-        "tests/compat/test_fields.py::test_limits_and_metrics_apply",
+        "tests/compat/test_sglang.py::test_samples_of_a_request_are_limited",
     ),
     Limit(
         "running samples of a key",
@@ -255,18 +262,11 @@ LIMITS = (
     ),
     Limit(
         "prompt logprobs that one answer of another server's API repeats",
-        "service/compat/logprobs.py:MAX_PROMPT_LOGPROBS",
+        "service/compat/serving/call.py:MAX_PROMPT_LOGPROBS",
         "invalid_request",
-        "service/compat/logprobs.py",
+        "service/compat/serving/call.py",
         "tests/compat/test_top_logprobs.py::"
         "test_prompt_logprobs_repeated_in_too_many_choices_are_refused",
-    ),
-    Limit(
-        "prompt tokens that one answer of another server's API repeats",
-        "service/compat/openai/echo.py:MAX_ECHOED_TOKENS",
-        "invalid_request",
-        "service/compat/openai/echo.py",
-        "tests/service/test_limits.py::test_prompts_repeated_in_too_many_choices_are_refused",
     ),
     Limit(
         "seconds of a lease of a tree, a pause or a sleep",
@@ -299,16 +299,16 @@ LIMITS = (
     ),
     Limit(
         "bytes of the stored responses of a key (`/v1/responses`)",
-        "service/compat/responses/store.py:MAX_OWNER_BYTES",
+        "service/compat/response_store.py:MAX_OWNER_BYTES",
         "the oldest are dropped",
-        "service/compat/responses/store.py",
+        "service/compat/response_store.py",
         "tests/compat/test_openai_responses.py::test_store_is_bounded_per_key_in_total_and_in_time",
     ),
     Limit(
         "bytes of the stored responses of all keys",
-        "service/compat/responses/store.py:MAX_BYTES",
+        "service/compat/response_store.py:MAX_BYTES",
         "the oldest are dropped",
-        "service/compat/responses/store.py",
+        "service/compat/response_store.py",
         "tests/compat/test_openai_responses.py::test_store_is_bounded_per_key_in_total_and_in_time",
     ),
     # Sessions

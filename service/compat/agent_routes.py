@@ -14,16 +14,12 @@ from fastapi.routing import APIRoute
 
 from service.auth.access import agent
 from service.compat import model_and_adapter_routes
-from service.compat.anthropic import routes as anthropic
-from service.compat.openai import chat, completions
-from service.compat.responses import routes as responses
+from service.compat.serving import routes as serving
 
 PREFIX = "/sessions/{session_id}"
 SHARED: Sequence[APIRouter] = (
-    chat.router,
-    completions.router,
-    responses.router,
-    anthropic.router,
+    serving.openai,
+    serving.anthropic,
     model_and_adapter_routes.openai,
 )
 Endpoint = Callable[..., Awaitable[Response]]
@@ -38,7 +34,6 @@ def _agent_router() -> APIRouter:
             route.path,
             _agent_endpoint(route.endpoint),
             methods=sorted(route.methods),
-            responses=route.responses,
             openapi_extra=route.openapi_extra,
             route_class_override=type(route),
         )

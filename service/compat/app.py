@@ -1,6 +1,7 @@
 """FastAPI app with the routes of other servers' APIs; serves all paths without a native route."""
 
-from collections.abc import Iterator, Sequence
+import asyncio
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, Literal
 
@@ -12,43 +13,31 @@ from pydantic.json_schema import models_json_schema
 from pydantic_core import to_json
 from starlette.routing import BaseRoute
 
+from engine.protocol.openai_server import OpenAIServer
 from service import __version__
 from service.auth.access import authorize, declared_access, public
 from service.compat import agent_routes, model_and_adapter_routes, unsupported_routes
-from service.compat.anthropic import routes as anthropic
 from service.compat.bodies import BODY_MODELS, SCHEMA_REFERENCE
-from service.compat.openai import chat, completions
-from service.compat.openai_errors import to_openai_json
-from service.compat.responses import routes as responses
+from service.compat.errors import to_openai_json
+from service.compat.serving import routes as serving
 from service.compat.sglang import control as sglang_control
 from service.compat.sglang import generate as sglang_generate
 from service.compat.vllm import control as vllm_control
-from service.compat.vllm import tokens as vllm_tokens
 from service.config.settings import CompatApi
 from service.http import exception_handlers
+from service.routes.dependencies import ReadyServer
 
 OPENAPI_PATH = "/compat/openapi.json"
 
 RouteAudience = Literal["everybody", "callers", "operators"]
 
-OPENAI = (
-    model_and_adapter_routes.openai,
-    completions.router,
-    chat.router,
-    responses.router,
-    unsupported_routes.openai,
-)
+OPENAI = (model_and_adapter_routes.openai, serving.openai)
 ROUTERS: dict[CompatApi, Sequence[APIRouter]] = {
     "openai": OPENAI,
-    "anthropic": (anthropic.router,),
+    "anthropic": (serving.anthropic,),
     "vllm": (
-        *(
-            *OPENAI,
-            model_and_adapter_routes.router,
-            vllm_tokens.generation,
-            vllm_tokens.tokenization,
-        ),
-        *(anthropic.router, vllm_control.router, unsupported_routes.vllm, unsupported_routes.skyrl),
+        *(*OPENAI, model_and_adapter_routes.router, serving.vllm, serving.anthropic),
+        *(vllm_control.router, unsupported_routes.vllm),
     ),
     "sglang": (
         *(*OPENAI, model_and_adapter_routes.router, sglang_generate.router),
@@ -101,45 +90,35 @@ def _serves(audience: RouteAudience, route: BaseRoute) -> bool:
 def _add_openapi_route(app: FastAPI) -> None:
     """Add the route of the OpenAPI document, which is generated at the first request.
 
-    The document is rarely requested, and generating it takes most of the time that the app needs to
-    start.
+    The document is rarely requested, and generating it takes seconds.
     """
-    content = cache(lambda: to_json(_build_openapi(app.routes)))
+    built: list[bytes] = []
+
+    def content(openai_server: OpenAIServer) -> bytes:
+        if not built:
+            built.append(to_json(_build_openapi(app.routes, openai_server)))
+        return built[0]
 
     @app.get(OPENAPI_PATH, include_in_schema=False)
     @public
-    async def openapi() -> Response:
-        return Response(content(), media_type="application/json")
+    async def openapi(server: ReadyServer) -> Response:
+        document = await asyncio.to_thread(content, server.engine.openai_server)
+        return Response(document, media_type="application/json")
 
 
-def _build_openapi(routes: Sequence[BaseRoute]) -> dict[str, Any]:
+def _build_openapi(routes: Sequence[BaseRoute], openai_server: OpenAIServer) -> dict[str, Any]:
     own_routes = [route for route in routes if isinstance(route, APIRoute)]
     openapi = get_openapi(
         title="Coppice: APIs of other servers", version=__version__, routes=own_routes
     )
     models: list[tuple[type[BaseModel], Literal["validation"]]] = [
-        (BODY_MODELS[name], "validation") for name in sorted(set(_body_models(own_routes)))
+        (BODY_MODELS[name], "validation") for name in sorted(BODY_MODELS)
     ]
     _, schemas = models_json_schema(models, ref_template=SCHEMA_REFERENCE)
-    openapi["components"] = {"schemas": schemas.get("$defs", {})}
+    of_vllm = serving.request_schemas(openai_server)
+    openapi["components"] = {"schemas": {**schemas["$defs"], **of_vllm}}
     for operations in openapi["paths"].values():
-        _drop_fastapi_validation(operations)
+        for operation in operations.values():
+            # FastAPI's own validation, which never fails on these routes.
+            operation["responses"].pop("422", None)
     return openapi
-
-
-def _drop_fastapi_validation(operations: dict[str, Any]) -> None:
-    """Remove from an OpenAPI path the 422 response that FastAPI adds for its own validation.
-
-    FastAPI's validation never fails on these routes.
-    """
-    for operation in operations.values():
-        responses = operation["responses"]
-        if "application/json" in responses.get("422", {}).get("content", {}):
-            del responses["422"]
-
-
-def _body_models(routes: Sequence[APIRoute]) -> Iterator[str]:
-    for route in routes:
-        if route.openapi_extra is not None:
-            content = route.openapi_extra["requestBody"]["content"]
-            yield content["application/json"]["schema"]["$ref"].rpartition("/")[2]

@@ -5,6 +5,8 @@ content under a known name becomes its next version. Content that the name alrea
 a retry and changes nothing.
 """
 
+import time
+import uuid
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -14,33 +16,26 @@ from engine.types.info import EngineInfo
 from service import __version__
 from service.adapters.manager import LoadedAdapter
 from service.auth.access import allow_any_key, requires_role
-from service.compat.answer_fields import name_of, unix_time
-from service.compat.bodies import CompatModel, Directory, read_compat_body, request_body
-from service.compat.openai_errors import OpenAIRoute
-from service.errors import (
-    ActivationFailed,
-    AdapterNotFound,
-    AdaptersFull,
-    InsufficientStorage,
-    NotFound,
-    PathRefused,
-    Unsupported,
-    VersionConflict,
-    WeightsRefused,
-)
+from service.compat.bodies import CompatModel, Directory, request_body
+from service.compat.errors import OpenAIRoute
 from service.http.params import label
-from service.http.responses import ADMIN_ERRORS, BODY_ERRORS, JSON, declare_responses, json_response
+from service.http.responses import json_response
 from service.routes.dependencies import ReadyServer
 from service.server import Server
 
 openai = APIRouter(route_class=OpenAIRoute)
 router = APIRouter()
-TEXT = ("text/plain",)
-INFO_RESPONSES = declare_responses({200: JSON}, *ADMIN_ERRORS)
-LOAD_ERRORS = (
-    *(*ADMIN_ERRORS, *BODY_ERRORS, Unsupported, PathRefused, VersionConflict, WeightsRefused),
-    *(ActivationFailed, AdaptersFull, InsufficientStorage),
-)
+_PERMISSION = {
+    "allow_create_engine": False,
+    "allow_sampling": True,
+    "allow_logprobs": True,
+    "allow_search_indices": False,
+    "allow_view": True,
+    "allow_fine_tuning": False,
+    "organization": "*",
+    "group": None,
+    "is_blocking": False,
+}
 
 
 class LoadBody(CompatModel):
@@ -58,27 +53,14 @@ class UnloadBody(CompatModel):
     lora_name: str
 
 
-@openai.get("/v1/models", responses=INFO_RESPONSES)
+@openai.get("/v1/models")
 @allow_any_key
 async def models(server: ReadyServer) -> Response:
     return json_response({"object": "list", "data": _cards(server)})
 
 
-@openai.get(
-    "/v1/models/{model:path}",
-    responses=declare_responses({200: JSON}, *ADMIN_ERRORS, NotFound),
-)
-@allow_any_key
-async def model(model: str, server: ReadyServer) -> Response:
-    name = name_of(server, model)
-    card = next((card for card in _cards(server) if card["id"] == name), None)
-    if card is None:
-        raise NotFound("no model of this name is served: see GET /v1/models")
-    return json_response(card)
-
-
-@router.get("/server_info", responses=INFO_RESPONSES)
-@router.get("/get_server_info", responses=INFO_RESPONSES)
+@router.get("/server_info")
+@router.get("/get_server_info")
 @allow_any_key
 async def server_info(request: Request, server: ReadyServer) -> Response:
     info = server.engine.info
@@ -92,57 +74,41 @@ async def server_info(request: Request, server: ReadyServer) -> Response:
     return json_response(content)
 
 
-@router.post(
-    "/v1/load_lora_adapter",
-    responses=declare_responses({200: TEXT}, *LOAD_ERRORS),
-    openapi_extra=request_body(LoadBody),
-)
+@router.post("/v1/load_lora_adapter", openapi_extra=request_body(LoadBody))
 @requires_role("admin")
 async def load(request: Request, server: ReadyServer) -> Response:
     """Load a LoRA adapter like vLLM, with a response in plain text."""
-    body = await read_compat_body(request, LoadBody, server)
+    body = await server.bodies.read_json(request, LoadBody)
     await _load(server, body, replace=body.load_inplace)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
-@router.post(
-    "/v1/unload_lora_adapter",
-    responses=declare_responses({200: TEXT}, *ADMIN_ERRORS, *BODY_ERRORS, AdapterNotFound),
-    openapi_extra=request_body(UnloadBody),
-)
+@router.post("/v1/unload_lora_adapter", openapi_extra=request_body(UnloadBody))
 @requires_role("admin")
 async def unload(request: Request, server: ReadyServer) -> Response:
-    body = await read_compat_body(request, UnloadBody, server)
+    body = await server.bodies.read_json(request, UnloadBody)
     await _unload(server, body)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
-@router.post(
-    "/load_lora_adapter",
-    responses=declare_responses({200: JSON}, *LOAD_ERRORS),
-    openapi_extra=request_body(LoadBody),
-)
+@router.post("/load_lora_adapter", openapi_extra=request_body(LoadBody))
 @requires_role("admin")
 async def load_replacing(request: Request, server: ReadyServer) -> Response:
     """Load or replace a LoRA adapter, for trainers that use prime-rl or SGLang.
 
     These trainers use one name for the adapters of all steps.
     """
-    body = await read_compat_body(request, LoadBody, server)
+    body = await server.bodies.read_json(request, LoadBody)
     adapter = await _load(server, body, replace=True)
     return json_response(
         {"status": "ok", **_loaded_adapters(server), "adapter_version": adapter.version}
     )
 
 
-@router.post(
-    "/unload_lora_adapter",
-    responses=declare_responses({200: JSON}, *ADMIN_ERRORS, *BODY_ERRORS, AdapterNotFound),
-    openapi_extra=request_body(UnloadBody),
-)
+@router.post("/unload_lora_adapter", openapi_extra=request_body(UnloadBody))
 @requires_role("admin")
 async def unload_sglang(request: Request, server: ReadyServer) -> Response:
-    await _unload(server, await read_compat_body(request, UnloadBody, server))
+    await _unload(server, await server.bodies.read_json(request, UnloadBody))
     return json_response({"status": "ok", **_loaded_adapters(server)})
 
 
@@ -156,14 +122,23 @@ def _cards(server: Server) -> list[dict[str, Any]]:
 
 
 def _card(info: EngineInfo, name: str) -> dict[str, Any]:
+    """A model as vLLM's server describes it, without the path of its files."""
+    created = int(time.time())
+    permission = {
+        "id": f"modelperm-{uuid.uuid4().hex[:16]}",
+        "object": "model_permission",
+        "created": created,
+        **_PERMISSION,
+    }
     return {
         "id": name,
         "object": "model",
-        "created": unix_time(),
-        "owned_by": "coppice",
+        "created": created,
+        "owned_by": "vllm",
         "root": info.model,
         "parent": None,
         "max_model_len": info.max_context_tokens,
+        "permission": [permission],
     }
 
 

@@ -14,24 +14,10 @@ from fastapi import Depends, Request
 from coppice.weights.checkpoint_files import fingerprint
 from coppice.wire.weights import ActivationAnswer
 from service.errors import (
-    ActivationFailed,
-    Asleep,
-    PathRefused,
-    RollbackRefused,
-    Unsupported,
-    VersionConflict,
-    VersionNotFound,
     WeightsRefused,
 )
-from service.http.responses import ADMIN_ERRORS, BODY_ERRORS, JSON, declare_responses
 from service.server import Server
 from service.weights_versions import Version
-
-UPDATE_RESPONSES = declare_responses(
-    {200: JSON},
-    *(*ADMIN_ERRORS, *BODY_ERRORS, PathRefused, WeightsRefused, ActivationFailed, Unsupported),
-    *(VersionConflict, VersionNotFound, RollbackRefused, Asleep),
-)
 
 
 class WeightUpdates:

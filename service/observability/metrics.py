@@ -66,15 +66,6 @@ class HttpMetrics(MetricTable):
         route=(),
     )
     problems = counter("problems", "Problem documents sent, by problem code", problem=PROBLEMS)
-    compat_fields = counter(
-        "compat_fields",
-        "Request fields of other servers' APIs that were ignored",
-        kind=("dropped", "unknown"),
-    )
-    responses_not_parsed = counter(
-        "responses_not_parsed",
-        "Responses returned as plain text because the tool or reasoning parser failed",
-    )
 
 
 class RolloutMetrics(MetricTable):

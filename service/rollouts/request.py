@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from coppice.wire.branching import Branching
 from coppice.wire.chat import Message
@@ -21,17 +21,22 @@ from coppice.wire.rollouts import (
 )
 from coppice.wire.sampling import Sampling
 from engine.types.samples import KeptKv
+from service.rollouts.groups.sample_observer import SampleObserver
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewGroup:
-    """One prompt, as token ids if it was tokenized before, and the number of its samples."""
+    """One prompt, as token ids if it was tokenized before, and the number of its samples.
+
+    `multimodal_input` is the engine's input of a prompt of token ids that has images.
+    """
 
     prompt: Prompt | list[int]
     n: int = 1
     id: str | None = None
     seed: int | None = None
     seeds: Sequence[int] | None = None
+    multimodal_input: Any = None
 
     @property
     def token_ids(self) -> list[int] | None:
@@ -46,6 +51,10 @@ class NewGroup:
         return None if isinstance(self.prompt, list) else self.prompt.messages
 
     @property
+    def num_images(self) -> int:
+        return 0 if isinstance(self.prompt, list) else self.prompt.num_images
+
+    @property
     def has_text(self) -> bool:
         """True if the samples are returned with their text."""
         given = self.prompt
@@ -58,8 +67,9 @@ class NewRollout:
 
     The fields up to `stream_tokens` are those of the body of POST /v1/rollouts, which is `body` if
     the rollout may be moved to another replica. Calls of sessions and of other servers' routes set
-    the fields after it: `num_top_logprobs` are computed for their responses, of which
-    `num_returned_top_logprobs` are returned; None: all of them.
+    the fields after it: `num_top_logprobs` are computed for their responses. With `returns_text`,
+    the tokens of samples have their text; without `returns_logprobs`, their logprobs are NaN.
+    `observer` follows the samples in place of a log of their tokens.
     """
 
     owner: str = ""
@@ -90,7 +100,9 @@ class NewRollout:
     session_id: str | None = None
     chain: KeptKv | None = None
     num_top_logprobs: int = 0
-    num_returned_top_logprobs: int | None = None
+    returns_text: bool = False
+    returns_logprobs: bool = True
+    observer: SampleObserver | None = None
 
     @classmethod
     def of(cls, body: RolloutRequest, *, owner: str, can_move: bool) -> Self:

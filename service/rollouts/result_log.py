@@ -24,6 +24,7 @@ from coppice.wire.packed.results import (
 from coppice.wire.rollouts import GroupAnswer, GroupHead, SampleAnswer, SegmentAnswer, Usage
 from service.kv.handles.group_exports import KvState
 from service.rollouts.fairness import TimeSlice
+from service.rollouts.groups.sample_observer import SampleObserver
 from service.rollouts.record_reader import PartialSample, RecordReader, SampleKey
 from service.rollouts.trees.tree_answer import with_num_leaves
 
@@ -40,7 +41,7 @@ class ResultLog:
 
     With `streams_tokens`, readers receive the tokens of running samples, too. `num_resumed` are the
     numbers of tokens that resumed samples began with. `num_bytes` is the estimated memory of the
-    log and of the answers.
+    log and of the answers. The `observer` is told of each sample that has ended, and of the end.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class ResultLog:
         streams_tokens: bool,
         num_resumed: dict[SampleKey, int],
     ) -> None:
+        self.observer: SampleObserver | None = None
         self.num_resumed = num_resumed
         self.num_bytes = ROLLOUT_BYTES + GROUP_BYTES * num_groups
         self.answers: dict[int, GroupAnswer] = {}
@@ -101,6 +103,8 @@ class ResultLog:
         if self._partial is not None:
             self._partial.pop((group, part.index), None)
         self._append(SampleRecord(group=group, sample=part))
+        if self.observer is not None:
+            self.observer.on_sample(part)
 
     def add_kv(self, group: int, segment: str | None, state: KvState) -> None:
         """Add the prompt KV of a group, or of a segment, or the reason why a segment has none.
@@ -127,6 +131,8 @@ class ResultLog:
         self._notify()
         for reader in self._readers:
             reader.on_end()
+        if self.observer is not None:
+            self.observer.on_end()
 
     def close(self) -> None:
         """Ignore later records: another replica has the results."""

@@ -29,6 +29,7 @@ from service.observability.build import Observability
 from service.rollouts.fairness import PER_TURN, TimeSlice, Turns
 from service.rollouts.groups.group import EndReason, Group
 from service.rollouts.groups.options import GroupOptions, given_tokens, num_given
+from service.rollouts.groups.sample_observer import SampleObserver
 from service.rollouts.groups.suspended_group import resumed
 from service.rollouts.record_reader import SampleKey
 from service.rollouts.result_log import ResultLog
@@ -41,13 +42,11 @@ class Rollout:
 
     Owned by the rollout manager, which runs it on one event loop. `owner` is the API key that
     started it, given if all groups have ended; no other key can see it. A detached rollout outlives
-    its caller's connection.
-    `awaits_fetch` is true if a caller is to fetch the result later and has not fetched it yet.
+    its caller's connection. `awaits_fetch` is true if a caller is to fetch the result later.
 
     A rollout that `can_move` can be moved to another replica: while it is `suspended`, with its
     `request`, or its result. Its `moved_to` is then the URL of that replica; otherwise it goes on
-    here.
-    `is_moving` is true while it is offered to other replicas.
+    here. `is_moving` is true while it is offered to other replicas.
     `awaits_redirect` is true if the stream of a caller ended, who has not been redirected yet.
     `source` is the id of the replica that has sent the rollout here, None for others. With
     `is_discarded` it continues there, and the result of the copy here is dropped.
@@ -63,6 +62,7 @@ class Rollout:
         can_move: bool = False,
         request: RolloutRequest | None = None,
         owner: str = "",
+        observer: SampleObserver | None = None,
     ) -> None:
         self.id = rollout_id
         self.groups = groups
@@ -91,12 +91,11 @@ class Rollout:
             for group in groups
             for index, number in enumerate(given_tokens(group.options))
         }
+        streams = options.stream_tokens and observer is None
         self.log = ResultLog(
-            rollout_id,
-            len(groups),
-            streams_tokens=options.stream_tokens,
-            num_resumed=num_resumed,
+            rollout_id, len(groups), streams_tokens=streams, num_resumed=num_resumed
         )
+        self.log.observer = observer
         self._ended = asyncio.Event()
         self._has_stopped = asyncio.Event()
         self._move_ended = asyncio.Event()
@@ -310,6 +309,7 @@ class Rollout:
         # Not `options.id`, which the caller chose and which could contain anything
         index, results = group.options.index, self.log
         group_id.set(str(index))
+        group.observer = results.observer
         if results.streams_tokens:
             group.on_tokens = partial(results.add_tokens, index)
         async with exporting_group(

@@ -1,7 +1,8 @@
 """Construction of a rollout from a request: validation, tokenization and groups."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from coppice.wire.columns.kv_version_spans import KeepKv
 from coppice.wire.columns.token_columns import TokenLists
@@ -25,9 +26,13 @@ from service.weights_versions import Versions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A valid request's prompts and the samples that it continues, by group, with their sizes."""
+    """A valid request's prompts and the samples that it continues, by group, with their sizes.
+
+    `multimodal_inputs` are those of the messages with images, by group.
+    """
 
     prompts: list[list[int]]
+    multimodal_inputs: Mapping[int, Any]
     continued: Mapping[int, Sequence[TokenLists]]
     num_samples: int
     num_tokens: int
@@ -61,11 +66,17 @@ class RolloutFactory:
         num_samples = validation.check(request, is_blocking=is_blocking)
         self.check_kept_kv(request.keep_kv, request.weights)
         await check_sampling(self._engine, request.sampling)
-        prompts = await self._tokenizer.all_token_ids([group.prompt for group in request.groups])
+        encoded = await self._tokenizer.prompts([group.prompt for group in request.groups])
+        prompts = [prompt.token_ids for prompt in encoded]
         logprob_tables.check_rollout(request, prompts, num_samples, self._engine.info)
         support_bytes = self.support_bytes(request, prompts, detached=detached)
         return Prepared(
             prompts=prompts,
+            multimodal_inputs={
+                index: prompt.multimodal_input
+                for index, prompt in enumerate(encoded)
+                if prompt.multimodal_input is not None
+            },
             continued=await validation.check_continue_from(request, prompts, self._engine.info),
             num_samples=num_samples,
             num_tokens=_num_tokens(request, prompts),
@@ -88,6 +99,7 @@ class RolloutFactory:
         rollout_id, keep, chain = new_rollout_id(self._replica_id), request.keep_kv, request.chain
         if keep is not None:
             chain = rollout_chain(request.owner, keep, keep.chain or rollout_id)
+        request = _with_images(request, prepared.multimodal_inputs)
         prompts, continued = prepared.prompts, prepared.continued
         while True:
             await wait_gate_open()
@@ -104,6 +116,7 @@ class RolloutFactory:
             claims=() if claim is None else (claim,),
             can_move=is_movable,
             request=request.body if is_movable else None,
+            observer=request.observer,
         )
 
     def resolve(self, weights: WeightsConstraint | None, adapter: str | None) -> Resolved:
@@ -125,6 +138,16 @@ class RolloutFactory:
     def check_kept_kv(self, keep: KeepKv | None, weights: WeightsConstraint | None) -> None:
         """Refuse an option to keep KV across weights updates that cannot be met."""
         validation.check_kept_kv(keep, weights, self._engine.info)
+
+
+def _with_images(request: NewRollout, inputs: Mapping[int, Any]) -> NewRollout:
+    if not inputs:
+        return request
+    groups = [
+        replace(group, multimodal_input=inputs.get(index, group.multimodal_input))
+        for index, group in enumerate(request.groups)
+    ]
+    return replace(request, groups=groups)
 
 
 def _num_tokens(request: NewRollout, prompts: list[list[int]]) -> int:

@@ -5,15 +5,16 @@ turns, and responses do not wait for prompts of the same caller.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from coppice.wire.rollouts import Prompt
 from engine import errors
 from engine.errors import ConversationRefused, NoTurnEnd, RequestRefused
-from engine.protocol.text import ResponseStream, Text
+from engine.protocol.text import Text
 from engine.requests.stop_text import response_text, tokens_of_text
-from engine.types.chat import ChatRequest, ChatResponse, truncated
+from engine.types.chat import ChatRequest, ChatResponse, EncodedPrompt, truncated
 from engine.types.samples import Sampling
 from service.errors import InvalidRequest, NoChatTemplate, PromptTooLong
 from service.fair_threads import FairThreads
@@ -24,7 +25,8 @@ Result = TypeVar("Result")
 KEY_CHARS = 32 * 2**20
 TOTAL_CHARS = 64 * 2**20
 """Limits of prompts that wait; a tokenizer takes about 1 s for 1 MiB."""
-INLINE_TOKENS = 32
+MAX_PIXELS = 2**27
+"""Limit of the pixels of all images of a rollout."""
 
 
 class ResponseTokens(NamedTuple):
@@ -40,8 +42,27 @@ class Tokenizer:
 
     def __init__(self, engine: Text) -> None:
         self._engine = engine
-        self._token_texts: dict[int, str] = {}
         self._threads = FairThreads("prompts", key_bytes=KEY_CHARS, total_bytes=TOTAL_CHARS)
+
+    async def prompts(self, prompts: Sequence[Prompt | list[int]]) -> list[EncodedPrompt]:
+        """Encode the prompts of a rollout, whose messages may have images."""
+        found, num_pixels, turn = list[EncodedPrompt](), 0, TimeSlice()
+        for prompt in prompts:
+            if isinstance(prompt, list) or not prompt.num_images:
+                [token_ids] = await self.all_token_ids([prompt])
+                encoded = EncodedPrompt(token_ids)
+            else:
+                encoded = await self._with_images(prompt)
+                self.check_token_ids(encoded.token_ids)
+            num_pixels += encoded.num_pixels
+            if num_pixels > MAX_PIXELS:
+                raise InvalidRequest(
+                    f"the images of a request may have at most {MAX_PIXELS} pixels together: "
+                    "send fewer groups"
+                )
+            found.append(encoded)
+            await turn.pause()
+        return found
 
     async def all_token_ids(self, prompts: Sequence[Prompt | list[int]]) -> list[list[int]]:
         tokens, turn = list[list[int]](), TimeSlice()
@@ -51,9 +72,6 @@ class Tokenizer:
             await turn.pause()
         return tokens
 
-    async def chat_request(self, chat_request: ChatRequest) -> list[int]:
-        return self.check_token_ids(await self.rendered(chat_request))
-
     async def rendered(self, chat_request: ChatRequest) -> list[int]:
         """Token ids of a chat request after applying the chat template; not checked for length."""
         return await self._rendered(lambda: chat_request)
@@ -61,9 +79,13 @@ class Tokenizer:
     async def _rendered(self, build: Callable[[], ChatRequest]) -> list[int]:
         return await self._chat_encoded(build, self._engine.encode_chat)
 
+    async def _with_images(self, prompt: Prompt) -> EncodedPrompt:
+        build = partial(to_chat_request, prompt)
+        return await self._chat_encoded(build, self._engine.encode_chat_with_images)
+
     async def _chat_encoded(
-        self, build: Callable[[], ChatRequest], encode: Callable[[ChatRequest], list[int]]
-    ) -> list[int]:
+        self, build: Callable[[], ChatRequest], encode: Callable[[ChatRequest], Result]
+    ) -> Result:
         # In a thread: a request may hold millions of values.
         chat_request, num_chars = await asyncio.to_thread(_measured, build)
         try:
@@ -100,79 +122,37 @@ class Tokenizer:
             len(text), lambda: engine.encode_text(text, add_special_tokens=add_special_tokens)
         )
 
-    async def text(self, token_ids: Sequence[int]) -> str:
-        return await self._decoded(lambda: self._engine.decode(token_ids))
-
     async def response_text(
         self, token_ids: Sequence[int], stop_reason: int | str | None, sampling: Sampling
     ) -> str:
         """Text of a response as requested, cut at the stop string that ended it."""
-        return await self.parsed_text(token_ids, stop_reason, sampling, str)
-
-    async def parsed_text(
-        self,
-        token_ids: Sequence[int],
-        stop_reason: int | str | None,
-        sampling: Sampling,
-        parse: Callable[[str], Result],
-    ) -> Result:
-        """Result of `parse`, which runs in a thread, for the text of a response."""
-
-        def decode(token_ids: Sequence[int]) -> str:
-            return self._engine.decode(token_ids, skip_special_tokens=sampling.skip_special_tokens)
-
-        def parsed() -> Result:
-            include = sampling.include_stop_str_in_output
-            return parse(response_text(decode, token_ids, stop_reason, include_stop_str=include))
-
-        return await self._decoded(parsed)
+        text = self._response_text
+        return await self._decoded(lambda: text(token_ids, stop_reason, sampling))
 
     async def tokens_of_response(
         self, token_ids: Sequence[int], stop_reason: int | str | None, sampling: Sampling
     ) -> ResponseTokens | None:
         """Tokens of a response's text; None if they are not the beginning of the sample's."""
 
-        def decode(token_ids: Sequence[int]) -> str:
-            return self._engine.decode(token_ids, skip_special_tokens=sampling.skip_special_tokens)
-
-        def find(text: str) -> ResponseTokens | None:
-            found = tokens_of_text(decode, token_ids, text)
+        def find() -> ResponseTokens | None:
+            text = self._response_text(token_ids, stop_reason, sampling)
+            found = tokens_of_text(partial(self._decode, sampling), token_ids, text)
             return None if found is None else ResponseTokens(text, *found)
 
-        return await self.parsed_text(token_ids, stop_reason, sampling, find)
+        return await self._decoded(find)
 
-    async def whole_text(self, token_ids: Sequence[int]) -> str:
-        """Decoded text of the tokens, including special tokens."""
-        return await self._decoded(
-            lambda: self._engine.decode(token_ids, skip_special_tokens=False)
+    def _response_text(
+        self, token_ids: Sequence[int], stop_reason: int | str | None, sampling: Sampling
+    ) -> str:
+        return response_text(
+            partial(self._decode, sampling),
+            token_ids,
+            stop_reason,
+            include_stop_str=sampling.include_stop_str_in_output,
         )
 
-    async def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        return await self._decoded(lambda: self._engine.token_pieces(token_ids))
-
-    async def token_texts(self, collect: Callable[[], Iterable[int]]) -> Mapping[int, str]:
-        """Text of single tokens by token id; every token of the vocabulary is decoded only once.
-
-        `collect` returns the token ids to decode; it runs in a thread. The result may
-        also contain tokens of earlier calls.
-        """
-
-        def decode() -> Mapping[int, str]:
-            known = self._token_texts
-            new = list(set(collect()) - known.keys())
-            known.update(zip(new, self._engine.token_texts(new), strict=True))
-            return known
-
-        return await self._decoded(decode)
-
-    async def chat_response(
-        self,
-        chat_request: ChatRequest,
-        token_ids: Sequence[int],
-        stop_reason: int | str | None,
-        sampling: Sampling,
-    ) -> ChatResponse:
-        return await self.message(lambda: chat_request, token_ids, stop_reason, sampling)
+    def _decode(self, sampling: Sampling, token_ids: Sequence[int]) -> str:
+        return self._engine.decode(token_ids, skip_special_tokens=sampling.skip_special_tokens)
 
     async def message(
         self,
@@ -187,28 +167,6 @@ class Tokenizer:
                 token_ids, build(), stop_reason=stop_reason, sampling=sampling
             )
         )
-
-    async def response_stream(
-        self, prompt: Sequence[int], chat_request: ChatRequest, sampling: Sampling
-    ) -> ResponseStream:
-        return await self._decoded(
-            lambda: self._engine.response_stream(sampling, prompt, chat_request)
-        )
-
-    async def add(self, stream: ResponseStream, token_ids: Sequence[int]) -> ChatResponse:
-        """Text that the next tokens of a running sample complete.
-
-        A few tokens without a parser take microseconds and are converted on the event loop.
-        """
-        if stream.is_parsed or len(token_ids) > INLINE_TOKENS:
-            return await self._decoded(lambda: stream.add(token_ids))
-        return stream.add(token_ids)
-
-    async def finish(
-        self, stream: ResponseStream, token_ids: Sequence[int], stop_reason: int | str | None
-    ) -> ChatResponse:
-        """Rest of the tool calls of a sample that ends with the given tokens."""
-        return await self._decoded(lambda: stream.finish(token_ids, stop_reason))
 
     def check_token_ids(self, tokens: list[int]) -> list[int]:
         """Return the tokens of a prompt; raises an error if they are invalid or too many."""
@@ -249,7 +207,7 @@ class Tokenizer:
                 )
         return await self._encoded(len(text), lambda: self._engine.encode_text(text))
 
-    async def _encoded(self, num_chars: int, encode: Callable[[], list[int]]) -> list[int]:
+    async def _encoded(self, num_chars: int, encode: Callable[[], Result]) -> Result:
         return await self._threads.run("prompts", num_chars, encode)
 
     async def _decoded(self, decode: Callable[[], Result]) -> Result:

@@ -29,6 +29,8 @@ KEPT_KV_REASONS: Mapping[KeptKvReason, str] = {
     "kv_offloading": "cannot be combined with engine.kv_offload_bytes",
     "unsupported_cache": "the model has states of many positions, such as those of Mamba layers",
 }
+WITHOUT_IMAGES = ("kv", "keep_kv", "branching", "continue_from", "prompt_logprobs")
+"""Options of a rollout that know a prompt by its tokens alone."""
 MAX_SAMPLES = 65_536
 """Limit of the samples of one request, summed over its groups.
 
@@ -57,6 +59,7 @@ def check(request: NewRollout, *, is_blocking: bool) -> int:
     if request.adapter is not None and request.kv is not None:
         raise InvalidRequest("prompt KV is that of the base model: leave out kv or adapter")
     _check_keep_kv(request)
+    _check_images(request)
     num_finish_samples = (request.finish and request.finish.num_samples) or 1
     num_samples = [num_samples_of(request, group) for group in request.groups]
     if min(num_samples) < num_finish_samples:
@@ -114,6 +117,22 @@ def _check_keep_kv(request: NewRollout) -> None:
         )
     if request.kv_reuse is not None and request.kv_reuse.mode != "off":
         raise InvalidRequest.of_parameter("keep_kv", "cannot be combined with kv_reuse")
+
+
+def _check_images(request: NewRollout) -> None:
+    """Refuse options that would leave out the images of a prompt."""
+    if not any(group.num_images for group in request.groups):
+        return
+    for name in WITHOUT_IMAGES:
+        if getattr(request, name) is not None:
+            raise InvalidRequest.of_parameter(name, "not supported for prompts with images")
+    if any(
+        not isinstance(group.prompt, list) and group.prompt.truncate_prompt_tokens is not None
+        for group in request.groups
+    ):
+        raise InvalidRequest.of_parameter(
+            "truncate_prompt_tokens", "not supported for prompts with images"
+        )
 
 
 def check_kept_kv(keep: KeepKv | None, weights: WeightsConstraint | None, info: EngineInfo) -> None:

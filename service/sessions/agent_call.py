@@ -1,9 +1,10 @@
 """One call of an agent in a session: renders its prompt and starts its rollout."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
-from coppice.wire.rollouts import Prompt, SampleAnswer
+from coppice.wire.rollouts import Prompt
 from coppice.wire.sampling import Sampling
 from coppice.wire.sessions import AgentApi
 from engine.types.chat import ChatRequest, ChatResponse
@@ -12,7 +13,7 @@ from service.rollouts.kept_kv import session_chain
 from service.rollouts.request import NewGroup, NewRollout
 from service.rollouts.rollout import Rollout
 from service.rollouts.trees.segment import Attachment
-from service.sessions.call_recorder import CallRecorder, CallServices, ParseSample
+from service.sessions.call_recorder import CallRecorder, CallServices
 from service.sessions.history import TextMatch
 from service.sessions.prompts import chat_prompt, continued_text
 from service.sessions.sampling_params import limited, merge_sampling
@@ -82,12 +83,9 @@ class SessionCall:
         await self.session.wait_until_recorded()
         self.session.check_call(1)
 
-    def set_parser(self, parse: ParseSample) -> None:
-        self._recorder.parse = parse
-
-    async def parsed(self, sample: SampleAnswer) -> ChatResponse:
-        """Message of a sample that has ended, which is parsed once."""
-        return await self._recorder.parsed(sample)
+    def on_message(self, index: int, message: ChatResponse) -> None:
+        """Record the message of a sample, which the agent is about to receive; in any thread."""
+        self._recorder.on_message(index, message)
 
     async def start(
         self, request: NewRollout, *, num_top_logprobs: int | None, stream_tokens: bool
@@ -107,13 +105,22 @@ class SessionCall:
             async with session.tree_lock:
                 running.attachments += self._attach(group)
             sampling = limited(sampling, session.num_tokens_left())
-            own = self._request(group, sampling, num_top_logprobs or 0, stream_tokens)
+            own = replace(
+                self._request(group, sampling, num_top_logprobs or 0, stream_tokens),
+                returns_text=request.returns_text,
+                observer=request.observer,
+            )
             running.rollout = await self._services.rollouts.start(own)
         finally:
             self._services.track(self._recorder.record(running))
         if not session.is_open:  # it was ended while the rollout was started
             await self._services.rollouts.cancel(running.rollout)
+        self._recorder.on_started()
         return running.rollout
+
+    def on_received(self) -> None:
+        """Let the session move: the agent has received the messages, or receives no more."""
+        self._recorder.on_received()
 
     def _sampling(self, request: NewRollout) -> Sampling:
         options = self.session.options
@@ -141,7 +148,6 @@ class SessionCall:
             session_id=session.id,
             chain=session_chain(session.cache_salt, options.keep_kv),
             num_top_logprobs=max(num_top_logprobs, options.top_logprobs or 0),
-            num_returned_top_logprobs=num_top_logprobs,
         )
 
     def _attach(self, group: NewGroup) -> list[Attachment]:

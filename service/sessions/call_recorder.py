@@ -5,16 +5,16 @@ A response is recorded as the agent has received it, so that the prompt that con
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from coppice.wire.columns.token_columns import TABLES, column_bytes, columns_of
 from coppice.wire.rollouts import SampleAnswer
 from coppice.wire.sessions import AgentApi, AttachReason, Turn
 from engine.types.chat import ChatRequest, ChatResponse
-from engine.types.samples import Sampling, TopLogprobRows
+from engine.types.samples import Sampling
 from service.fair_threads import FairThreads
 from service.observability.session_metrics import SessionMetrics
 from service.rollouts.groups.logprob_tables import to_table
@@ -27,8 +27,6 @@ from service.sessions.prompts import Fallback
 from service.sessions.session import RunningCall, Session
 
 log = logging.getLogger(__name__)
-
-ParseSample = Callable[[SampleAnswer], Awaitable[ChatResponse]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +48,20 @@ class CallServices:
     track: Callable[[Coroutine[Any, Any, None]], None]
 
 
-@dataclass(slots=True, kw_only=True)
+class _RecordedSample(NamedTuple):
+    """A sample that is in the tree."""
+
+    sample: SampleAnswer
+    segment: Segment
+    sampling: Sampling
+
+
+@dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class CallRecorder:
     """Records the samples of one call, with the prompt that the agent has sent.
 
-    A call of messages is recorded with the message that each sample was parsed to, a call of text
-    with its text.
+    A call of messages is recorded with the message that the agent receives of each sample, a call
+    of text with its text. A message may come before or after its sample is in the tree.
     """
 
     session: Session
@@ -65,15 +71,34 @@ class CallRecorder:
     text: str | None = None
     match: Match | TextMatch | None = None
     fallback: Fallback | None = None
-    parse: ParseSample | None = None
-    _parsed: dict[int, asyncio.Future[ChatResponse]] = field(default_factory=dict)
+    _loop: asyncio.AbstractEventLoop = field(init=False)
+    _messages: dict[int, ChatResponse] = field(default_factory=dict)
+    _recorded: dict[int, _RecordedSample] = field(default_factory=dict)
 
-    async def parsed(self, sample: SampleAnswer) -> ChatResponse:
-        """Message of a sample that has ended, which is parsed once."""
-        assert self.parse is not None, "the route has set a parser"
-        if sample.index not in self._parsed:
-            self._parsed[sample.index] = asyncio.ensure_future(self.parse(sample))
-        return await asyncio.shield(self._parsed[sample.index])
+    def on_started(self) -> None:
+        """Let the session stay while the agent receives the messages of the call."""
+        self._loop = asyncio.get_running_loop()
+        self.session.receiving.add(self)
+
+    def on_message(self, index: int, message: ChatResponse) -> None:
+        """Record a message before the agent receives it, or when its sample is recorded.
+
+        It may be called in any thread.
+        """
+        self._loop.call_soon_threadsafe(self._on_message, index, message)
+
+    def on_received(self) -> None:
+        """Let the session move, after the messages so far."""
+        self._loop.call_soon(self.session.receiving.discard, self)
+
+    def _on_message(self, index: int, message: ChatResponse) -> None:
+        if index not in self._recorded:
+            self._messages[index] = message
+            return
+        remembering = self.session.remembering
+        task = asyncio.create_task(self._try_to_remember(self._recorded[index], message))
+        remembering.add(task)
+        task.add_done_callback(remembering.discard)
 
     async def record(self, running: RunningCall) -> None:
         """Add the samples of a call to the tree when its rollout has ended, and end the call."""
@@ -87,7 +112,10 @@ class CallRecorder:
                 running.num_samples = 0  # they are counted as turns
             for index, segment in enumerate(segments):
                 if segment is not None and running.rollout is not None:
-                    await self._try_to_remember(running.rollout, samples[index], segment)
+                    sampling = running.rollout.groups[0].options.sampling
+                    recorded = _RecordedSample(samples[index], segment, sampling)
+                    self._recorded[index] = recorded
+                    await self._try_to_remember(recorded, self._messages.get(index))
         finally:
             self.session.calls.discard(running)
             running.recorded.set()
@@ -104,7 +132,7 @@ class CallRecorder:
             return None
         if k := session.options.top_logprobs:
             rows = rollout.groups[0].top_logprobs.get(sample.index)
-            assert isinstance(rows, TopLogprobRows), "they were requested"
+            assert rows is not None, "they were requested"
             sample = sample.model_copy(update={"top_logprobs": await to_table(rows.columns(k))})
         session.num_table_bytes += column_bytes(sample, TABLES)
         segment = session.tree.add_sample(
@@ -147,48 +175,45 @@ class CallRecorder:
         return "new_conversation" if attachment.attached == "root" else "edited_history"
 
     async def _try_to_remember(
-        self, rollout: Rollout, sample: SampleAnswer, segment: Segment
+        self, recorded: _RecordedSample, message: ChatResponse | None
     ) -> None:
-        """Record what the agent has received; after an error its next call is not matched."""
-        sampling = rollout.groups[0].options.sampling
+        """Record what the agent receives; after an error its next call is not matched."""
         try:
-            if self.chat_request is not None and self.parse is not None:
-                await self._remember_message(self.chat_request, sampling, sample, segment)
+            if self.chat_request is not None and message is not None:
+                await self._remember_message(self.chat_request, message, recorded)
             elif self.text is not None:
-                await self._remember_text(self.text, sampling, sample, segment)
+                await self._remember_text(self.text, recorded)
         except Exception as error:
             log.error("a response in a session cannot be matched later: %s", type(error).__name__)
 
     async def _remember_message(
-        self, chat_request: ChatRequest, sampling: Sampling, sample: SampleAnswer, segment: Segment
+        self, chat_request: ChatRequest, message: ChatResponse, recorded: _RecordedSample
     ) -> None:
-        response = await self.parsed(sample)
-        received = await self._received(sampling, sample, segment)
-        call = RecordedCall(segment=segment, reasoning=response.reasoning)
+        received = await self._received(*recorded)
+        call = RecordedCall(segment=recorded.segment, reasoning=message.reasoning)
         if received is not None:
-            call = replace(received[1], reasoning=response.reasoning)
+            call = replace(received[1], reasoning=message.reasoning)
         self._mark_hidden(call)
         conversations = self.session.conversations
-        await self._hashed(partial(conversations.record, chat_request, _message(response), call))
+        await self._hashed(partial(conversations.record, chat_request, _message(message), call))
 
-    async def _remember_text(
-        self, prompt: str, sampling: Sampling, sample: SampleAnswer, segment: Segment
-    ) -> None:
-        """Record the text of a prompt and its response, also with the stop string after it.
+    async def _remember_text(self, prompt: str, recorded: _RecordedSample) -> None:
+        """Record the text of a prompt and its response, also with what has ended it after it.
 
-        An agent may send the stop string that has ended the response itself.
+        An agent may send the stop string, or the text of the stop token, itself.
         """
-        received = await self._received(sampling, sample, segment)
+        sample, segment, sampling = recorded
+        received = await self._received(sample, segment, sampling)
         if received is None:
             return
         text, call = received
         self._mark_hidden(call)
         record = self.session.conversations.record_text
         await self._hashed(partial(record, prompt + text, call))
-        if isinstance(sample.stop_reason, str):
+        if sample.finish_reason == "stop":
             include = not sampling.include_stop_str_in_output
             other = replace(sampling, include_stop_str_in_output=include)
-            if (received := await self._received(other, sample, segment)) is not None:
+            if (received := await self._received(sample, segment, other)) is not None:
                 await self._hashed(partial(record, prompt + received[0], received[1]))
 
     async def _hashed(self, record: Callable[[], None]) -> None:
@@ -196,21 +221,23 @@ class CallRecorder:
         await self.services.threads.run("conversations", 0, record)
 
     async def _received(
-        self, sampling: Sampling, sample: SampleAnswer, segment: Segment
+        self, sample: SampleAnswer, segment: Segment, sampling: Sampling
     ) -> tuple[str, RecordedCall] | None:
-        """Text of a response, and its record. A stop token that is special has no text.
+        """Text of a response, and its record, as vLLM returns it.
 
-        None if the text does not begin with that of the sample's tokens.
+        The text has what has ended the sample only if the request includes it, and a special token
+        has no text. None if the text does not begin with that of the sample's tokens.
         """
         tokens_of = self.services.tokenizer.tokens_of_response
         found = await tokens_of(sample.token_ids, sample.stop_reason, sampling)
+        if sample.finish_reason == "stop" and not isinstance(sample.stop_reason, str):
+            before = await tokens_of(sample.token_ids[:-1], None, sampling)
+            includes = sampling.include_stop_str_in_output
+            if not includes or (before and found and before.text == found.text):
+                found = before
         if found is None:
             return None
-        length = len(sample.token_ids)
-        num_hidden = length - found.num_tokens
-        if sample.finish_reason == "stop" and not isinstance(sample.stop_reason, str):
-            shorter = await tokens_of(sample.token_ids[:-1], None, sampling)
-            num_hidden = int(shorter is not None and shorter.text == found.text)
+        num_hidden = len(sample.token_ids) - found.num_tokens
         return found.text, RecordedCall(segment=segment, num_hidden=num_hidden, rest=found.rest)
 
     def _mark_hidden(self, call: RecordedCall) -> None:

@@ -199,7 +199,9 @@ def _text(content: Any) -> str:
     """Content of a message as text; its text parts are joined."""
     if isinstance(content, str) or content is None:
         return content or ""
-    return "".join(str(part.get("text", part)) for part in content)
+    return "".join(
+        part if isinstance(part, str) else str(part.get("text", part)) for part in content
+    )
 
 
 def _called(call: Mapping[str, Any]) -> list[Any]:

@@ -5,6 +5,8 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakSet
 
 from coppice.wire.sessions import (
     SessionAnswer,
@@ -65,9 +67,11 @@ class Session:
     prompts may be prepared at the same time, which `num_preparing` counts.
     `tree_lock` is held while the tree is changed, and while an answer is built in a thread.
     `num_table_bytes` is the size of supports and top logprobs, and `num_option_bytes` the session's
-    part of the size of its options, which the sessions of a request share. Sessions with the same
-    `cache_salt` share prefixes in the prefix cache. While the session `is_moving`, another replica
-    receives it. A session that `is_returned` to the replica that has sent it is no longer here.
+    part of the size of its options, which the sessions of a request share. `receiving` are calls
+    whose messages the agent has not received yet, and `remembering` tasks that record those that it
+    receives. Sessions with the same `cache_salt` share prefixes in the prefix cache. While the
+    session `is_moving`, another replica receives it. A session that `is_returned` to the replica
+    that has sent it is no longer here.
     """
 
     id: str
@@ -88,6 +92,8 @@ class Session:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     turns: list[Turn] = field(default_factory=list)
     calls: set[RunningCall] = field(default_factory=set)
+    receiving: WeakSet[Any] = field(default_factory=WeakSet)
+    remembering: set[asyncio.Task[None]] = field(default_factory=set)
     versions: dict[str, None] = field(default_factory=dict)
     tree_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     num_table_bytes: int = 0
@@ -102,8 +108,9 @@ class Session:
 
     @property
     def can_move(self) -> bool:
-        """True if no call runs, and the session is open or has ended."""
-        return not (self.calls or self.is_moving) and (self.is_open or self.ended.is_set())
+        """True if no call runs or is received, and the session is open or has ended."""
+        is_busy = self.calls or self.receiving or self.remembering or self.is_moving
+        return not is_busy and (self.is_open or self.ended.is_set())
 
     @contextmanager
     def moving(self) -> Iterator[None]:
@@ -119,11 +126,6 @@ class Session:
     async def wait_for_move(self) -> None:
         while self.is_moving:
             await self._move_ended.wait()
-
-    @property
-    def can_continue(self) -> bool:
-        """True if the session may make further calls."""
-        return self.is_open and not self.is_exhausted
 
     @property
     def is_exhausted(self) -> bool:
@@ -192,14 +194,16 @@ class Session:
         return left
 
     async def wait_until_recorded(self) -> None:
-        """Wait until the samples that have ended are in the tree."""
+        """Wait until the samples that have ended, and their messages, are recorded."""
         for call in list(self.calls):
             if call.has_sampled:
                 await call.recorded.wait()
+        await asyncio.gather(*self.remembering)
 
     async def wait_until_idle(self) -> None:
         for call in list(self.calls):
             await call.recorded.wait()
+        await asyncio.gather(*self.remembering)
 
     async def check_leaves(self, outcome: SessionFinishRequest) -> None:
         """Refuse rewards of segments that are not leaves of the session's trees.

@@ -104,8 +104,13 @@ async def test_compat_routes_have_their_own_openapi_document(tmp_path: Path) -> 
         document: dict[str, Any] = (await served.http.get("/compat/openapi.json")).json()
     validate(document)
     body = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]
-    assert body["application/json"]["schema"] == {"$ref": "#/components/schemas/CompletionBody"}
-    assert "prompt" in document["components"]["schemas"]["CompletionBody"]["properties"]
+    reference = {"$ref": "#/components/schemas/completions.request"}
+    assert body["application/json"]["schema"] == reference
+    schemas = document["components"]["schemas"]
+    given, extra = schemas["completions.request"]["allOf"]
+    assert given == {"$ref": "#/components/schemas/vllm.CompletionRequest"}
+    assert "prompt" in schemas["vllm.CompletionRequest"]["properties"]
+    assert extra == {"$ref": "#/components/schemas/ExtraFields"}
 
 
 @pytest.mark.parametrize(

@@ -1,84 +1,15 @@
-"""Answers on the sampling routes of other servers."""
+"""Answers and aborted requests of SGLang's API, and the list of models."""
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
 from coppice.wire.rollouts import MAX_GROUPS
 from service.http.bodies import MAX_JSON_VALUES
 from tests.compat.third_party import Foreign, foreign
-from tests.fake_engine import FakeEngine
+from tests.compat.wires import events_of
 
-USAGE = {
-    "prompt_tokens": 3,
-    "completion_tokens": 2,
-    "total_tokens": 5,
-    "prompt_tokens_details": {"cached_tokens": 0},
-}
 V0 = [{"version": "v0", "start": 0, "end": 2}]
-
-
-async def test_batch_is_answered_in_the_order_of_its_prompts(tmp_path: Path) -> None:
-    """TRL slices the choices: a reordered list would be misassigned silently."""
-    async with foreign(tmp_path) as served:
-        answer = await served.post(
-            "/v1/completions",
-            {
-                "prompt": [[1, 2], [1, 2, 3]],
-                "n": 2,
-                "max_tokens": 2,
-                "logprobs": 0,
-                "return_token_ids": True,
-                "return_tokens_as_token_ids": True,
-            },
-        )
-    choices = answer["choices"]
-    assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
-    assert [choice["prompt_token_ids"] for choice in choices] == [[1, 2]] * 2 + [[1, 2, 3]] * 2
-    assert [choice["token_ids"] for choice in choices] == [[2, 3]] * 2 + [[3, 4]] * 2
-    assert choices[3]["logprobs"]["tokens"] == ["token_id:3", "token_id:4"]
-    assert choices[3]["logprobs"]["token_logprobs"] == [-0.5, -0.5]
-    assert choices[3]["finish_reason"] == "length"
-    assert choices[3]["weight_versions"] == V0
-
-
-async def test_text_prompts_return_their_token_ids(tmp_path: Path) -> None:
-    async with foreign(tmp_path) as served:
-        body = {"prompt": ["ab", "abc"], "max_tokens": 1, "return_token_ids": True}
-        choices = (await served.post("/v1/completions", body))["choices"]
-    assert [choice["prompt_token_ids"] for choice in choices] == [[97, 98], [97, 98, 99]]
-    assert [choice["text"] for choice in choices] == ["\x02", "\x03"]
-    assert choices[0]["logprobs"] is None
-
-
-async def test_completions_default_to_sixteen_tokens_and_others_to_the_context(
-    tmp_path: Path,
-) -> None:
-    async with foreign(tmp_path, FakeEngine(max_context_tokens=64)) as served:
-        short = await served.post("/v1/completions", {"prompt": [1, 2]})
-        whole = await served.post("/inference/v1/generate", {"token_ids": [1, 2]})
-    assert short["usage"]["completion_tokens"] == 16
-    assert whole["usage"]["completion_tokens"] == 62
-
-
-async def test_generate_names_tokens_for_clients_of_either_vllm_version(tmp_path: Path) -> None:
-    async with foreign(tmp_path) as served:
-        body = {
-            "token_ids": [1, 2, 3],
-            "sampling_params": {"max_tokens": 2, "logprobs": 1, "stop_token_ids": [9]},
-            "request_id": "r1",
-        }
-        answer = await served.post("/inference/v1/generate", body)
-        [sample] = served.engine.submitted
-    assert sample.sampling.stop_token_ids == (9,)
-    assert (answer["request_id"], answer["usage"]) == ("r1", USAGE)
-    [choice] = answer["choices"]
-    assert (choice["token_ids"], choice["weight_versions"]) == ([3, 4], V0)
-    assert choice["logprobs"]["content"] == [
-        {"token": "token_id:3", "token_id": 3, "logprob": -0.5, "top_logprobs": []},
-        {"token": "token_id:4", "token_id": 4, "logprob": -0.5, "top_logprobs": []},
-    ]
 
 
 async def test_sglang_answer_is_one_object_or_a_list(tmp_path: Path) -> None:
@@ -133,28 +64,13 @@ async def test_request_id_of_another_caller_aborts_nothing(tmp_path: Path) -> No
         assert (await asking)["meta_info"]["finish_reason"]["type"] == "length"
 
 
-async def test_stream_sends_each_choice_when_it_has_ended(tmp_path: Path) -> None:
-    async with foreign(tmp_path) as served:
-        body = {"prompt": [1, 2], "n": 2, "max_tokens": 2, "stream": True}
-        answer = await served.http.post("/v1/completions", json=body)
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    *chunks, last = [line for line in answer.text.split("\n\n") if line]
-    assert last == "data: [DONE]"
-    choices = [json.loads(chunk.removeprefix("data: "))["choices"][0] for chunk in chunks]
-    assert sorted(choice["index"] for choice in choices) == [0, 1]
-
-
 async def test_invalid_prompt_is_refused(tmp_path: Path) -> None:
     async with foreign(tmp_path) as served:
-        prompts: list[Any] = [[], [[]], "", [1, [2]], [300], None]
-        for prompt in prompts:
-            assert (await served.refused("/v1/completions", {"prompt": prompt}))[0] == 400
         both = {"input_ids": [1], "text": "a"}
         bodies: list[dict[str, Any]] = [{}, {"input_ids": []}, {"input_ids": [[]]}, both]
         for body in [*bodies, {"text": []}]:
             assert (await served.refused("/generate", body))[0] == 422
         too_many = [[1]] * (MAX_GROUPS + 1)
-        assert (await served.refused("/v1/completions", {"prompt": too_many}))[0] == 400
         assert (await served.refused("/generate", {"input_ids": too_many}))[0] == 422
         too_long = [1] * (MAX_JSON_VALUES + 1)
         for prompt in (too_long, [too_long]):
@@ -162,11 +78,20 @@ async def test_invalid_prompt_is_refused(tmp_path: Path) -> None:
             assert (await served.refused("/generate", {"input_ids": prompt}))[0] == 413
 
 
-async def test_unknown_model_is_refused(tmp_path: Path) -> None:
+async def test_model_list_has_the_served_model(tmp_path: Path) -> None:
     async with foreign(tmp_path) as served:
         models = (await served.http.get("/v1/models")).json()["data"]
-        body = {"prompt": "a", "model": models[0]["id"]}
-        await served.post("/v1/completions", body)
-        status, problem = await served.refused("/v1/completions", {**body, "model": "gpt"})
+        await served.post("/v1/completions", {"prompt": "a", "model": models[0]["id"]})
     assert models[0]["max_model_len"] == 512
-    assert (status, problem["errors"][0]["location"]) == (404, "model")
+
+
+async def test_sglang_supports_are_those_of_the_native_answer(tmp_path: Path) -> None:
+    native = {"groups": [{"prompt": {"token_ids": [1]}}], "sampling": {"max_tokens": 2}}
+    body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 2}, "return_support": True}
+    async with foreign(tmp_path) as served:
+        answer = await served.post("/v1/rollouts", {**native, "return_support": True})
+        whole = await served.post("/generate", body)
+        streamed = (await served.http.post("/generate", json={**body, "stream": True})).text
+    support = answer["groups"][0]["samples"][0]["support"]
+    assert whole["meta_info"]["support"] == support and len(support["lengths"]) == 2
+    assert events_of(streamed)[-1]["meta_info"]["support"] == support

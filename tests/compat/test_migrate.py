@@ -1,4 +1,4 @@
-"""The pages of docs/migrate name flags, settings, fields and routes that exist."""
+"""The pages of docs/migrate name flags, settings and routes that exist."""
 
 import dataclasses
 import re
@@ -11,7 +11,6 @@ from engine.launch.vllm_argument_checks import COVERED, OWNED
 from service.compat.app import ROUTERS
 from service.config.settings import CompatApi, Settings, settings_fields
 from tests.compat.programs import ROOT, install
-from tests.test_documents import script
 
 PAGES = {path.stem: path.read_text() for path in (ROOT / "docs" / "migrate").glob("*.md")}
 SETTINGS = {f"{section}.{name}" for section, name, _ in settings_fields()}
@@ -65,15 +64,6 @@ def test_every_route_is_named(api: CompatApi) -> None:
     } <= told
 
 
-def test_page_of_refused_fields_is_up_to_date() -> None:
-    assert PAGES["refused"] == script("compat_fields").rendered(), "python scripts/compat_fields.py"
-
-
 def test_pages_are_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
     assert [page for page in sorted(PAGES) if f"migrate/{page}.md" not in navigation] == []
-
-
-def test_every_refused_field_has_a_text() -> None:
-    rows = [row.split(" | ") for row in PAGES["refused"].splitlines() if " | refused | " in row]
-    assert rows and [row[0] for row in rows if row[-1].strip(" |") == ""] == []

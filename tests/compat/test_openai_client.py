@@ -8,6 +8,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from tests.compat.third_party import Foreign, foreign
+from tests.fake_engine import FakeEngine
 from tests.service.keyfile import write_keys
 
 TOOL: Any = {
@@ -47,15 +48,11 @@ async def test_chat(tmp_path: Path) -> None:
     assert [entry.bytes for entry in choice.logprobs.content] == [[3], [4]]
 
 
-async def test_text_parts_are_concatenated(tmp_path: Path) -> None:
-    parts: Any = [{"type": "text", "text": "ab"}, {"type": "text", "text": "c"}]
+async def test_image_is_refused_by_a_text_model(tmp_path: Path) -> None:
+    part = {"type": "image_url", "image_url": {"url": "data:,"}}
+    messages: Any = [{"role": "user", "content": [part]}]
     async with foreign(tmp_path) as served, client(served) as speaker:
-        messages: Any = [{"role": "user", "content": parts}]
-        await speaker.chat.completions.create(model="fake", messages=messages, max_tokens=1)
-        [sample] = served.engine.submitted
-        assert list(sample.prompt_token_ids) == [97, 98, 99]
-        messages[0]["content"] = [{"type": "image_url", "image_url": {"url": "data:,"}}]
-        with pytest.raises(openai.BadRequestError, match="only parts of type text"):
+        with pytest.raises(openai.BadRequestError, match="not a multimodal model"):
             await speaker.chat.completions.create(model="fake", messages=messages)
 
 
@@ -76,14 +73,14 @@ async def test_tools(tmp_path: Path) -> None:
         silent = await speaker.chat.completions.create(
             model="fake", messages=turns, tools=[TOOL], tool_choice="none", max_tokens=2
         )
-    assert silent.choices[0].message.tool_calls is None
+    assert not silent.choices[0].message.tool_calls
 
 
 async def test_tool_without_a_name_is_refused(tmp_path: Path) -> None:
-    tools: list[Any] = [{"type": "function", "function": {}}, {}, {"type": "custom"}]
+    tools: list[Any] = [{"type": "function", "function": {}}, {}]
     async with foreign(tmp_path) as served, client(served) as speaker:
         for tool in tools:
-            with pytest.raises(openai.BadRequestError, match="tools.0"):
+            with pytest.raises(openai.BadRequestError, match="function"):
                 await speaker.chat.completions.create(model="fake", messages=ASKED, tools=[tool])
 
 
@@ -108,9 +105,9 @@ async def test_problems_are_errors_of_the_openai_client(tmp_path: Path) -> None:
     secret = write_keys(file, trainer="rollout")["trainer"]
     async with foreign(tmp_path, server={"keys_file": file}) as served:
         async with client(served, secret) as speaker:
-            with pytest.raises(openai.BadRequestError, match="append the text"):
+            with pytest.raises(openai.BadRequestError, match="suffix"):
                 await speaker.completions.create(model="fake", prompt="a", suffix="b")
-            with pytest.raises(openai.NotFoundError, match="this server serves") as unknown:
+            with pytest.raises(openai.NotFoundError, match="does not exist") as unknown:
                 await speaker.completions.create(model="gpt", prompt="a")
             assert unknown.value.param == "model"
         async with client(served, "wrong") as speaker:
@@ -129,27 +126,53 @@ async def test_failed_stream_is_reported(tmp_path: Path) -> None:
 
 
 async def test_invalid_request_is_a_400_with_its_parameter(tmp_path: Path) -> None:
-    wrong: list[dict[str, Any]] = [
-        {"prompt": "a", "temperature": 3},
-        {"prompt": "a", "temperature": "hot"},
-        {"prompt": "a", "min_p": 1.5},
-        {"prompt": [[]]},
-        {"prompt": "a" * 600},
-        {},
-    ]
-    async with foreign(tmp_path) as served:
-        for body in wrong:
-            status, problem = await served.refused("/v1/completions", body)
-            assert (status, problem["error"]["type"]) == (400, "invalid_request_error")
-            assert problem["error"].keys() == {"message", "type", "param", "code"}
-        status, problem = await served.refused("/v1/chat/completions", {"messages": []})
-        native, _ = await served.refused("/v1/rollouts", {"groups": []})
-    assert (status, native) == (400, 422)
-    assert problem["error"]["param"] == "messages"
-
-
-async def test_error_names_are_those_of_openai(tmp_path: Path) -> None:
     async with foreign(tmp_path) as served, client(served) as speaker:
-        with pytest.raises(openai.BadRequestError) as caught:
-            await speaker.completions.create(model="fake", prompt="a", temperature=3)
-    assert (caught.value.param, caught.value.type) == ("temperature", "invalid_request_error")
+        wrong: list[tuple[dict[str, Any], str | None]] = [
+            ({"prompt": "a", "temperature": 3}, "temperature"),
+            ({"prompt": "a", "n": 5000}, "n"),
+            ({"prompt": "a" * 600}, "input_text"),
+        ]
+        for fields, name in wrong:
+            with pytest.raises(openai.BadRequestError) as caught:
+                await speaker.completions.create(model="fake", **fields)
+            assert caught.value.param == name
+        native, _ = await served.refused("/v1/rollouts", {"groups": []})
+    assert native == 422
+
+
+async def test_chat_is_accumulated(tmp_path: Path) -> None:
+    """With the client's own accumulator of deltas."""
+    engine = FakeEngine()
+    engine.finish = "stop"
+    async with (
+        foreign(tmp_path, engine=engine) as served,
+        client(served) as speaker,
+        speaker.chat.completions.stream(
+            model="fake", messages=ASKED, max_tokens=6, logprobs=True
+        ) as stream,
+    ):
+        await stream.until_done()
+        final = await stream.get_final_completion()
+    [choice] = final.choices
+    assert (choice.message.content, choice.finish_reason) == ("\x03\x04\x05\x06\x07", "stop")
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    assert [entry.logprob for entry in choice.logprobs.content] == [-0.5] * 6
+
+
+async def test_extra_fields_are_read_and_usage_is_counted(tmp_path: Path) -> None:
+    async with foreign(tmp_path) as served, client(served) as speaker:
+        stream = await speaker.chat.completions.create(
+            model="fake",
+            messages=ASKED,
+            max_tokens=2,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"return_token_ids": True, "return_weight_versions": True},
+        )
+        chunks = [chunk async for chunk in stream]
+    used, last = chunks[-1].usage, chunks[-2].choices[0]
+    assert used is not None
+    assert (used.prompt_tokens, used.completion_tokens, used.total_tokens) == (3, 2, 5)
+    assert (chunks[0].model_extra or {})["prompt_token_ids"] == [97, 98, 99]
+    spans = [{"version": "v0", "start": 0, "end": 2}]
+    assert (last.model_extra or {})["weight_versions"] == spans

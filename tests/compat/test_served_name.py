@@ -54,7 +54,7 @@ async def test_no_route_reveals_the_path_of_the_model(tmp_path: Path) -> None:
         answers.append(await served.http.post("/v1/completions", json={**COMPLETION, "model": "x"}))
         assert str(snapshot(served.server)).find("/secret") == -1
     assert [answer.url.path for answer in answers if "/secret" in answer.text] == []
-    assert answers[-1].status_code == 404 and "'fake'" in answers[-1].text
+    assert answers[-1].status_code == 404 and "fake" in answers[-1].text
 
 
 async def test_model_is_addressed_by_its_name_or_its_configured_path(tmp_path: Path) -> None:

@@ -37,6 +37,8 @@ def request_of(path: str, **fields: Any) -> dict[str, Any]:
     body = WANTED[path]
     if "sampling_params" not in body:
         return {**body, **fields}
+    if path == "/generate":  # SGLang's name
+        fields = {{"min_tokens": "min_new_tokens"}.get(name, name): fields[name] for name in fields}
     return {**body, "sampling_params": {**body["sampling_params"], **fields}}
 
 

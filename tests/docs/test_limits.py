@@ -15,7 +15,7 @@ NO_LIMITS_OF_REQUESTS = {
     "service/checkpoint_store.py": {"MAX_DELETION_WAIT_SECONDS"},
     "service/cluster/idempotency_keys.py": {"MAX_KEYS_PER_HEARTBEAT"},
     "service/cluster/redis_registry.py": {"MAX_CONNECTIONS"},
-    "service/compat/bodies.py": {"MAX_EXTRA_FIELDS"},
+    "service/compat/serving/samples.py": {"MAX_DELTA_TOKENS"},
     "service/compat/sglang/generate.py": {"MAX_QUIET_SECONDS"},
     "service/http/open_file_limit.py": {"MAX_OPEN_FILES"},
     "service/kv/spans/prediction_sources.py": {

@@ -84,7 +84,7 @@ def test_arguments_that_are_not_json_do_not_end_a_conversation(chat: TemplateCha
     turns = [TURNS[0], {"role": "assistant", "content": "", "tool_calls": [cut]}]
     conversation = ChatRequest(messages=turns, tools=[TOOL])
     assert "add({})" in chat.tokenizer.decode(chat.chat.encode(conversation))
-    answer = ChatResponse(content=None, reasoning="3", num_reasoning_tokens=1)
+    answer = ChatResponse(content=None, reasoning="3")
     assert chat.chat_response("3", conversation) == answer
 
 
@@ -169,21 +169,3 @@ def test_response_that_fails_to_parse_is_all_content(
     assert failing.chat_response(WRITTEN, SECOND) == ChatResponse(content=WRITTEN, parsed=False)
     assert "KeyError" in caplog.text
     assert "secret" not in caplog.text, "responses are in no log"
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("<think>1 2</think>3", 3),
-        ("1 2</think>3", 3),
-        ("3", 1),
-        ("<think></think>3", 0),
-    ],
-)
-def test_reasoning_tokens_are_counted_without_their_marks(
-    chat: TemplateChat, text: str, number: int
-) -> None:
-    """Also if the prompt has begun the reasoning, so that the response has no mark of it."""
-    assert len(chat.tokenizer.encode("1 2")) == 3
-    response = chat.chat_response(text, ChatRequest(messages=TURNS[:1]))
-    assert response.num_reasoning_tokens == number

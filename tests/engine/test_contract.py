@@ -220,14 +220,6 @@ def assert_prefix(deltas: Sequence[TokenDelta], completion: Completion) -> None:
             assert (whole.version, span.end <= whole.end) == (span.version, True)
 
 
-async def test_streamed_text_is_the_text_of_the_whole(under_test: EngineUnderTest) -> None:
-    engine = under_test.engine
-    tokens = engine.encode_text("1+2=3 abc")
-    stream = engine.response_stream()
-    parts = [stream.add([token]).content for token in tokens]
-    assert "".join(part or "" for part in parts) == engine.decode(tokens)
-
-
 async def test_progress_grows_while_a_sample_runs(under_test: EngineUnderTest) -> None:
     engine, running = under_test.engine, sample(400)
     assert engine.progress(["never seen"]) == [()]
@@ -342,27 +334,6 @@ async def test_text_round_trips_through_tokens(under_test: EngineUnderTest) -> N
     tokens = under_test.engine.encode_text("1+2=3")
     assert max(tokens) < under_test.engine.info.vocab_size
     assert "1+2=3" in under_test.engine.decode(tokens)
-
-
-async def test_texts_of_tokens_concatenate_to_the_text(under_test: EngineUnderTest) -> None:
-    tokens = under_test.engine.encode_text("1+2=3 \n", add_special_tokens=False)
-    assert "".join(under_test.engine.token_texts(tokens)) == "1+2=3 \n"
-    assert len(under_test.engine.token_pieces(tokens)) == len(tokens)
-    assert under_test.engine.token_texts([]) == under_test.engine.token_pieces([]) == []
-
-
-async def test_special_tokens_have_a_text(under_test: EngineUnderTest) -> None:
-    end = under_test.engine.info.eos_token_ids[0]
-    [text] = under_test.engine.token_texts([end])
-    assert text == under_test.engine.decode([end], skip_special_tokens=False) != ""
-
-
-async def test_every_id_of_the_vocabulary_has_a_text(under_test: EngineUnderTest) -> None:
-    """A vocabulary may be padded beyond the tokenizer's tokens."""
-    last = [under_test.engine.info.vocab_size - 1]
-    assert (
-        len(under_test.engine.token_texts(last)) == len(under_test.engine.token_pieces(last)) == 1
-    )
 
 
 PROMPT = tuple(range(5, 75))

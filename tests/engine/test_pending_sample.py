@@ -11,7 +11,8 @@ import pytest
 from vllm.v1.outputs import SamplingMaskLists
 
 from engine.requests.logprob_arrays import LogprobChunks
-from engine.requests.request_submission import Generation, PendingSample, to_completion
+from engine.requests.pending_sample import PendingSample, to_completion
+from engine.requests.request_submission import Generation
 from engine.types.samples import SampleRequest, Sampling, TokenDelta, VersionSpan
 
 NAN = math.nan

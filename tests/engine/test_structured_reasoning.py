@@ -91,8 +91,12 @@ async def chat(served: Served, end: int, **fields: Any) -> Any:
     "constraint",
     [
         {"structured_outputs": {"choice": CHOICES}},
-        {"structured_outputs": {"choice": CHOICES, "enable_in_reasoning": False}},
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "s", "schema": SCHEMA},
+            }
+        },
     ],
 )
 async def test_chat_is_constrained_after_its_reasoning(
@@ -114,16 +118,10 @@ async def test_chat_whose_prompt_ends_the_reasoning_is_constrained_from_the_firs
     assert (await chat(served, 5, **fields))["message"]["content"] in CHOICES
 
 
-async def test_constraint_can_hold_in_the_reasoning(served: Served, end_of_reasoning: int) -> None:
-    outputs = {"choice": CHOICES, "enable_in_reasoning": True}
-    choice = await chat(served, end_of_reasoning, structured_outputs=outputs)
-    assert choice["message"]["reasoning_content"] in CHOICES
-    assert choice["message"]["content"] is None
-
-
 async def test_responses_and_messages_are_constrained_after_their_reasoning(
     served: Served, end_of_reasoning: int
 ) -> None:
+    """Messages have no bias: their prompt ends the reasoning."""
     format = {"type": "json_schema", "name": "s", "schema": SCHEMA}
     fields: dict[str, Any] = {"input": "Compute.", "text": {"format": format}}
     answer = await answered(
@@ -132,7 +130,7 @@ async def test_responses_and_messages_are_constrained_after_their_reasoning(
     [text] = [item["content"][0]["text"] for item in answer["output"] if item["type"] == "message"]
     assert json.loads(text)["a"] in CHOICES
     config = {"format": {"type": "json_schema", "schema": SCHEMA}}
-    fields = {"messages": MESSAGES, "output_config": config}
+    fields = {"messages": MESSAGES, "output_config": config, "thinking": {"type": "disabled"}}
     answer = await answered(
         served, "/v1/messages", end_of_reasoning, **fields, model="model", max_tokens=400
     )

@@ -36,6 +36,17 @@ def test_messages_have_the_shapes_of_the_chat_api() -> None:
     assert rendered[2]["tool_call_id"] == "c1"
 
 
+def test_parts_with_an_image_reach_the_engine_in_their_order() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    parts = [{"type": "text", "text": "a"}, image, {"type": "text", "text": "b"}]
+    text: dict[str, Any] = {"role": "system", "content": parts[:1]}
+    messages = [Message.model_validate(text), Message.model_validate(USER | {"content": parts})]
+    prompt = Prompt(messages=messages)
+    assert prompt.num_images == 1
+    rendered = to_chat_request(prompt).messages
+    assert [message["content"] for message in rendered] == ["a", parts]
+
+
 @pytest.mark.parametrize(
     "prompt",
     [

@@ -2,11 +2,7 @@
 
 from pathlib import Path
 
-import pytest
-
-from service.compat.openai.echo import MAX_ECHOED_TOKENS, check_echo
-from service.compat.vllm.tokens import MAX_BODY_BYTES
-from service.errors import InvalidRequest
+from service.compat.serving.routes import MAX_TOKENIZER_BYTES
 from service.http.bodies import INLINE_BYTES
 from service.http.params import MAX_WAIT_SECONDS
 from tests.compat.third_party import foreign
@@ -23,7 +19,7 @@ async def test_body_of_a_control_route_is_limited(tmp_path: Path) -> None:
 
 async def test_body_of_a_tokenizer_route_is_limited(tmp_path: Path) -> None:
     async with foreign(tmp_path) as served:
-        status, _ = await served.refused("/tokenize", {"prompt": "x" * MAX_BODY_BYTES})
+        status, _ = await served.refused("/tokenize", {"prompt": "x" * MAX_TOKENIZER_BYTES})
     assert status == 413
 
 
@@ -39,10 +35,3 @@ async def test_idle_connection_is_closed(tmp_path: Path) -> None:
         await client.send(b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
         status, _ = await client.answer()  # which reads until the connection is closed
     assert status == 200
-
-
-def test_prompts_repeated_in_too_many_choices_are_refused() -> None:
-    prompts = [[0] * (MAX_ECHOED_TOKENS // 2)]
-    check_echo(prompts, n=2)
-    with pytest.raises(InvalidRequest):
-        check_echo(prompts, n=3)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from service.compat.openai_errors import to_openai_json
+from service.compat.errors import to_openai_json
 from service.errors import WeightsRefused
 from service.http.exception_handlers import as_json
 from tests.fake_engine import FakeEngine

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from coppice.wire.rollouts import Prompt
+from engine.protocol.text import DEFAULT_SAMPLING
 from engine.types.chat import ChatRequest
 from service.errors import PromptTooLong, QuotaExceeded
 from service.log_context import key_name
@@ -59,7 +60,7 @@ async def test_keys_alternate_and_responses_do_not_queue_behind_prompts() -> Non
     await asyncio.sleep(0)
     other = tokenized(prompts, "another", "xx")
     await asyncio.sleep(0)
-    response = asyncio.create_task(prompts.text([1]))
+    response = asyncio.create_task(prompts.response_text([1], None, DEFAULT_SAMPLING))
     await asyncio.sleep(0)
     engine.go.set()
     await asyncio.gather(*many, other, response)
@@ -119,7 +120,7 @@ async def test_options_of_the_chat_template_count_toward_the_limit() -> None:
     await asyncio.sleep(0)
     key_name.set("another")
     with pytest.raises(QuotaExceeded):
-        await prompts.chat_request(large)
+        await prompts.rendered(large)
     engine.go.set()
     await asyncio.gather(first, second)
 
@@ -138,6 +139,6 @@ class WatchedMessage(UserDict[str, object]):
 
 async def test_chat_request_is_measured_outside_the_event_loop() -> None:
     prompts, message = Tokenizer(FakeEngine()), WatchedMessage(role="user", content="a")
-    assert await prompts.chat_request(ChatRequest(messages=[message])) == [97]
+    assert await prompts.rendered(ChatRequest(messages=[message])) == [97]
     assert message.threads
     assert threading.get_ident() not in message.threads

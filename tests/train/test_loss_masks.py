@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coppice.rollout_results import Tree
+from coppice.rollout_results import Group, Tree
 from coppice.train import (
     LogitAdjustments,
     Schedule,
@@ -234,3 +234,19 @@ def test_logprobs_without_context_are_not_copied() -> None:
     given = replace(group_with_tree(answer), samples=(sample,))
     [logprobs] = TrainingGroup.of([7, 8, 9], given).logprobs or ()
     assert np.shares_memory(logprobs.numpy(), sample.logprobs)
+
+
+def test_a_prompt_with_images_is_refused() -> None:
+    """Its token ids alone would give logprobs of another prompt."""
+    group = Group(
+        id="0",
+        index=0,
+        outcome="done",
+        exact=True,
+        num_prompt_tokens=2,
+        num_cached_tokens=0,
+        samples=(),
+        num_images=1,
+    )
+    with pytest.raises(ValueError, match="images"):
+        TrainingGroup.of([1, 2], group)

@@ -195,7 +195,12 @@ def _routed_experts(group: Group) -> tuple[Tensor, ...] | None:
 
 
 def prompt_of(prompt: Any, group: Group) -> Tensor:
-    """Tensor of prompt token ids. Raises ValueError if the server counted more or fewer."""
+    """Tensor of prompt token ids. Raises ValueError if they are not the whole prompt."""
+    if group.num_images:
+        raise ValueError(
+            "the prompt has images, which coppice.train does not give to the model: compute the "
+            "logprobs of this group with the model's own forward"
+        )
     prompt_ids = torch.as_tensor(prompt, dtype=torch.int64)
     if len(prompt_ids) != group.num_prompt_tokens:
         raise ValueError(

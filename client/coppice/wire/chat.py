@@ -18,6 +18,19 @@ class TextPart(RequestModel):
     text: Chars
 
 
+class ImageUrl(RequestModel):
+    """Address of an image: `data:image/png;base64,` and its bytes."""
+
+    url: Chars
+
+
+class ImagePart(RequestModel):
+    """Image in a message's content, for models that read images."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
 class CalledFunction(RequestModel):
     """Function that a message calls; `arguments` is the text of a JSON object."""
 
@@ -33,11 +46,14 @@ class MessageToolCall(RequestModel):
     function: CalledFunction
 
 
+ContentPart = TextPart | ImagePart
+
+
 class Message(RequestModel):
     """One chat message, rendered by the model's chat template."""
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: Chars | Annotated[list[TextPart], Field(max_length=1024)] | None = None
+    content: Chars | Annotated[list[ContentPart], Field(max_length=1024)] | None = None
     name: Name | None = None
     reasoning: Chars | None = None
     tool_calls: Annotated[list[MessageToolCall], Field(max_length=256)] | None = None
@@ -50,11 +66,20 @@ class Message(RequestModel):
         return self
 
     def to_template_message(self) -> dict[str, Any]:
-        """Message as a dict for the chat template, with its text parts joined."""
+        """Message as a dict for the chat template, its text parts joined unless it has images."""
+        fields = self.model_dump(exclude_none=True)
+        if self.num_images:
+            return fields
         content = self.content
         if isinstance(content, list):
-            content = "".join(part.text for part in content)
-        return {**self.model_dump(exclude_none=True), "content": content or ""}
+            content = "".join(part.text for part in content if isinstance(part, TextPart))
+        return {**fields, "content": content or ""}
+
+    @property
+    def num_images(self) -> int:
+        content = self.content
+        parts = content if isinstance(content, list) else ()
+        return sum(isinstance(part, ImagePart) for part in parts)
 
 
 class ToolFunction(RequestModel):

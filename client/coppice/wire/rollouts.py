@@ -73,6 +73,10 @@ class Prompt(RequestModel):
     add_generation_prompt: Annotated[bool, Field(exclude_if=bool)] = True
     continue_final_message: Option = False
 
+    @property
+    def num_images(self) -> int:
+        return sum(message.num_images for message in self.messages or ())
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         ways = (self.token_ids, self.text, self.messages, self.spans)
@@ -235,6 +239,8 @@ class GroupHead(AnswerModel):
     exact: bool = True
     num_prompt_tokens: int
     prompt_token_ids: Annotated[list[int] | None, ABSENT] = None
+    num_images: Annotated[int, UNUSED] = 0
+    """Images in the prompt, which its token ids alone do not have."""
     num_cached_tokens: int
     num_continued_tokens: int = 0
     selected: list[int] | None = None

@@ -9,18 +9,12 @@ from coppice.wire.base import Label
 from coppice.wire.pause import DEFAULT_PAUSE_LEASE_SECONDS, DEFAULT_SLEEP_LEASE_SECONDS, PauseLease
 from engine.types.samples import KV_CACHE, WEIGHTS, PauseMode, SleepTag
 from service.auth.access import Caller, allow_any_key, public, requires_role
-from service.compat.bodies import CompatModel, Directory, EmptyBody, read_compat_body, request_body
+from service.compat.bodies import CompatModel, Directory, EmptyBody, request_body
 from service.compat.sglang.running_requests import RunningRequests
-from service.compat.weight_updates import UPDATE_RESPONSES, Updates
-from service.errors import Asleep, InvalidRequest, Unsupported
+from service.compat.weight_updates import Updates
+from service.errors import InvalidRequest
 from service.http.cross_site import refuse_browsers
 from service.http.responses import (
-    ADMIN_ERRORS,
-    AUTH_ERRORS,
-    BODY_ERRORS,
-    JSON,
-    READINESS_ERRORS,
-    declare_responses,
     json_response,
 )
 from service.routes.dependencies import AnyServer, ReadyServer, ServingServer
@@ -31,11 +25,6 @@ router = APIRouter()
 MemoryTags = Annotated[
     list[Literal["weights", "kv_cache", "cuda_graph"]], Field(min_length=1, max_length=3)
 ]
-CONTROL_RESPONSES = declare_responses({200: JSON}, *ADMIN_ERRORS, *BODY_ERRORS)
-MEMORY_RESPONSES = declare_responses(
-    {200: JSON}, *ADMIN_ERRORS, *BODY_ERRORS, InvalidRequest, Asleep, Unsupported
-)
-ADMIN_RESPONSES = declare_responses({200: JSON}, *ADMIN_ERRORS)
 # SGLang's pause modes. With in_place, running samples keep their KV; with retract, SGLang
 # recomputes it.
 _MODES: dict[str, PauseMode] = {"abort": "abort", "retract": "keep", "in_place": "keep"}
@@ -71,37 +60,25 @@ class DiskBody(CompatModel):
     weight_version: Label | None = None
 
 
-@router.post(
-    "/pause_generation",
-    responses=CONTROL_RESPONSES,
-    openapi_extra=request_body(PauseBody),
-)
+@router.post("/pause_generation", openapi_extra=request_body(PauseBody))
 @requires_role("admin")
 async def pause(request: Request, server: ReadyServer, caller: Caller) -> Response:
-    body = await read_compat_body(request, PauseBody, server)
+    body = await server.bodies.read_json(request, PauseBody)
     await server.run_to_completion(
         server.activation.pauses.pause(caller.name, _MODES[body.mode], body.lease_seconds)
     )
     return json_response({"message": "paused", "status": "ok"})
 
 
-@router.post(
-    "/continue_generation",
-    responses=CONTROL_RESPONSES,
-    openapi_extra=request_body(EmptyBody),
-)
+@router.post("/continue_generation", openapi_extra=request_body(EmptyBody))
 @requires_role("admin")
 async def resume(request: Request, server: ServingServer, caller: Caller) -> Response:
-    await read_compat_body(request, EmptyBody, server)
+    await server.bodies.read_json(request, EmptyBody)
     await server.run_to_completion(server.activation.pauses.resume(caller.name))
     return json_response({"message": "continued", "status": "ok"})
 
 
-@router.post(
-    "/release_memory_occupation",
-    responses=MEMORY_RESPONSES,
-    openapi_extra=request_body(ReleaseBody),
-)
+@router.post("/release_memory_occupation", openapi_extra=request_body(ReleaseBody))
 @requires_role("admin")
 async def release_memory(request: Request, server: ReadyServer, caller: Caller) -> Response:
     """Release the KV cache, and the weights if they are named or nothing is.
@@ -109,7 +86,7 @@ async def release_memory(request: Request, server: ReadyServer, caller: Caller) 
     Released weights are dropped, as in SGLang. In SGLang a trainer must send them again; here they
     are loaded from the active version unless it does.
     """
-    body = await read_compat_body(request, ReleaseBody, server)
+    body = await server.bodies.read_json(request, ReleaseBody)
     check_can_sleep(server)
     tags = _sleep_tags(body.tags)
     if KV_CACHE not in tags:
@@ -121,14 +98,10 @@ async def release_memory(request: Request, server: ReadyServer, caller: Caller) 
     return json_response({"status": "ok"})
 
 
-@router.post(
-    "/resume_memory_occupation",
-    responses=MEMORY_RESPONSES,
-    openapi_extra=request_body(MemoryBody),
-)
+@router.post("/resume_memory_occupation", openapi_extra=request_body(MemoryBody))
 @requires_role("admin")
 async def resume_memory(request: Request, server: ServingServer, caller: Caller) -> Response:
-    body = await read_compat_body(request, MemoryBody, server)
+    body = await server.bodies.read_json(request, MemoryBody)
     work = server.activation.sleep.wake(caller.name, _sleep_tags(body.tags))
     await server.run_to_completion(work)
     return json_response({"status": "ok"})
@@ -142,17 +115,13 @@ def _sleep_tags(
     return frozenset(tag for tag in (WEIGHTS, KV_CACHE) if tag in named)
 
 
-@router.post(
-    "/abort_request",
-    responses=CONTROL_RESPONSES,
-    openapi_extra=request_body(AbortBody),
-)
+@router.post("/abort_request", openapi_extra=request_body(AbortBody))
 @requires_role("rollout")
 async def abort(
     request: Request, server: ServingServer, caller: Caller, running: RunningRequests
 ) -> Response:
     """Abort running rollouts of this API key; their callers receive the tokens generated so far."""
-    body = await read_compat_body(request, AbortBody, server)
+    body = await server.bodies.read_json(request, AbortBody)
     if not (body.abort_all or body.rid):
         raise InvalidRequest.of_parameter("rid", "send rid, or abort_all: true")
     if body.abort_all:
@@ -163,17 +132,15 @@ async def abort(
     return json_response({"status": "ok"})
 
 
-@router.post(
-    "/update_weights_from_disk", responses=UPDATE_RESPONSES, openapi_extra=request_body(DiskBody)
-)
+@router.post("/update_weights_from_disk", openapi_extra=request_body(DiskBody))
 @requires_role("admin")
 async def update(request: Request, server: ReadyServer, updates: Updates) -> Response:
-    body = await read_compat_body(request, DiskBody, server)
+    body = await server.bodies.read_json(request, DiskBody)
     version = await server.run_to_completion(updates.publish(body.model_path, body.weight_version))
     return json_response({"success": True, "message": "loaded", "weight_version": version.label})
 
 
-@router.get("/flush_cache", responses=ADMIN_RESPONSES)
+@router.get("/flush_cache")
 @requires_role("admin")
 async def flush_cache_by_get(request: Request, server: ReadyServer) -> Response:
     """Flush the prefix cache by GET, the method that miles, slime and SGLang's clients use."""
@@ -181,21 +148,21 @@ async def flush_cache_by_get(request: Request, server: ReadyServer) -> Response:
     return await flush_cache(server)
 
 
-@router.post("/flush_cache", responses=ADMIN_RESPONSES)
+@router.post("/flush_cache")
 @requires_role("admin")
 async def flush_cache(server: ReadyServer) -> Response:
     await server.run_to_completion(server.activation.reset_prefix_cache())
     return json_response({"success": True, "message": "flushed"})
 
 
-@router.get("/get_weight_version", responses=ADMIN_RESPONSES)
+@router.get("/get_weight_version")
 @allow_any_key
 async def weight_version(server: ReadyServer) -> Response:
     return json_response({"weight_version": server.versions.active.label})
 
 
-@router.get("/model_info", responses=ADMIN_RESPONSES)
-@router.get("/get_model_info", responses=ADMIN_RESPONSES)
+@router.get("/model_info")
+@router.get("/get_model_info")
 @allow_any_key
 async def model_info(server: ReadyServer) -> Response:
     info = server.engine.info
@@ -208,7 +175,7 @@ async def model_info(server: ReadyServer) -> Response:
     return json_response(server_info)
 
 
-@router.get("/v1/loads", responses=declare_responses({200: JSON}, *AUTH_ERRORS))
+@router.get("/v1/loads")
 @allow_any_key
 async def loads(server: AnyServer) -> Response:
     """Number of running samples in SGLang's format; the trainer slime polls it until it is 0."""
@@ -217,7 +184,7 @@ async def loads(server: AnyServer) -> Response:
     return json_response({"loads": [load]})
 
 
-@router.get("/health_generate", responses=declare_responses({200: JSON}, *READINESS_ERRORS))
+@router.get("/health_generate")
 @public
 async def health_generate(server: ReadyServer) -> Response:
     return json_response({"status": "ok"})

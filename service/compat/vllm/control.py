@@ -6,18 +6,15 @@ from coppice.wire.base import Label
 from coppice.wire.pause import DEFAULT_SLEEP_LEASE_SECONDS
 from engine.types.samples import KV_CACHE, WEIGHTS, PauseMode, SleepLevel, SleepTag
 from service.auth.access import Caller, allow_any_key, public, requires_role
-from service.compat.bodies import CompatModel, Directory, EmptyBody, read_compat_body, request_body
+from service.compat.bodies import CompatModel, Directory, EmptyBody, request_body
 from service.compat.unsupported_routes import NCCL
-from service.compat.weight_updates import UPDATE_RESPONSES, Updates
+from service.compat.weight_updates import Updates
 from service.errors import (
-    Asleep,
-    EngineGone,
     InvalidRequest,
     Unsupported,
-    VersionConflict,
 )
 from service.http.params import pause_lease
-from service.http.responses import ADMIN_ERRORS, JSON, declare_responses, json_response
+from service.http.responses import json_response
 from service.routes.dependencies import AnyServer, ReadyServer, ServingServer
 from service.routes.pause import check_can_sleep
 from service.server import Server
@@ -29,12 +26,7 @@ ALL_TAGS: frozenset[SleepTag] = frozenset((WEIGHTS, KV_CACHE))
 KV_CACHE_ONLY: frozenset[SleepTag] = frozenset((KV_CACHE,))
 SCHEDULING = "scheduling"
 """vLLM's tag of level 0, which is only a pause."""
-SLEEP_RESPONSES = declare_responses(
-    {200: JSON}, *ADMIN_ERRORS, InvalidRequest, Asleep, Unsupported, VersionConflict
-)
-PAUSE_RESPONSES = declare_responses({200: JSON}, *ADMIN_ERRORS, InvalidRequest, VersionConflict)
 MODES: tuple[PauseMode, ...] = ("abort", "wait", "keep")
-ADMIN_RESPONSES = declare_responses({200: JSON}, *ADMIN_ERRORS)
 
 
 class UpdateBody(CompatModel):
@@ -59,7 +51,7 @@ def _mode(request: Request) -> PauseMode:
     return mode
 
 
-@router.post("/pause", responses=PAUSE_RESPONSES)
+@router.post("/pause")
 @requires_role("admin")
 async def pause(request: Request, server: ReadyServer, caller: Caller) -> Response:
     """Pause generation, in one of vLLM's modes: abort, wait or keep.
@@ -73,20 +65,20 @@ async def pause(request: Request, server: ReadyServer, caller: Caller) -> Respon
     return json_response({"status": "paused"})
 
 
-@router.post("/resume", responses=ADMIN_RESPONSES)
+@router.post("/resume")
 @requires_role("admin")
 async def resume(server: ServingServer, caller: Caller) -> Response:
     await server.run_to_completion(server.activation.pauses.resume(caller.name))
     return json_response({"status": "resumed"})
 
 
-@router.get("/is_paused", responses=ADMIN_RESPONSES)
+@router.get("/is_paused")
 @allow_any_key
 async def is_paused(server: ReadyServer) -> Response:
     return json_response({"is_paused": server.activation.pauses.paused})
 
 
-@router.post("/sleep", responses=SLEEP_RESPONSES)
+@router.post("/sleep")
 @requires_role("admin")
 async def sleep(request: Request, server: ReadyServer, caller: Caller) -> Response:
     """Release the engine's memory at vLLM's level 1 or 2; level 0 is a pause.
@@ -110,7 +102,7 @@ async def sleep(request: Request, server: ReadyServer, caller: Caller) -> Respon
     return json_response({"status": "sleeping", "level": int(level)})
 
 
-@router.post("/release_kv_cache_memory", responses=SLEEP_RESPONSES)
+@router.post("/release_kv_cache_memory")
 @requires_role("admin")
 async def release_kv_cache_memory(
     request: Request, server: ReadyServer, caller: Caller
@@ -126,7 +118,7 @@ async def release_kv_cache_memory(
     return json_response({"status": "kv_cache_released"})
 
 
-@router.post("/wake_up", responses=SLEEP_RESPONSES)
+@router.post("/wake_up")
 @requires_role("admin")
 async def wake_up(request: Request, server: ServingServer, caller: Caller) -> Response:
     """Allocate the memory with the given tags again, or all of it; end a pause of level 0."""
@@ -145,51 +137,47 @@ async def _wake_up(server: Server, owner: str, tags: frozenset[SleepTag]) -> Non
         await server.activation.pauses.resume(owner)
 
 
-@router.get("/is_sleeping", responses=ADMIN_RESPONSES)
+@router.get("/is_sleeping")
 @allow_any_key
 async def is_sleeping(server: ReadyServer) -> Response:
     """State of the engine: as in vLLM, a pause counts as sleep."""
     return json_response({"is_sleeping": server.activation.pauses.paused})
 
 
-@router.post(
-    "/start_weight_update", responses=UPDATE_RESPONSES, openapi_extra=request_body(EmptyBody)
-)
+@router.post("/start_weight_update", openapi_extra=request_body(EmptyBody))
 @requires_role("admin")
 async def start(request: Request, server: ReadyServer, updates: Updates) -> Response:
-    await read_compat_body(request, EmptyBody, server)
+    await server.bodies.read_json(request, EmptyBody)
     await server.run_to_completion(updates.start())
     return json_response({"message": "started"})
 
 
-@router.post("/update_weights", responses=UPDATE_RESPONSES, openapi_extra=request_body(UpdateBody))
+@router.post("/update_weights", openapi_extra=request_body(UpdateBody))
 @requires_role("admin")
 async def update(request: Request, server: ReadyServer, updates: Updates) -> Response:
-    body = await read_compat_body(request, UpdateBody, server)
+    body = await server.bodies.read_json(request, UpdateBody)
     if body.weight_dir is None:
         raise Unsupported(NCCL)
     version = await server.run_to_completion(updates.update(body.weight_dir, body.weight_version))
     return json_response({"status": "ok", "weight_version": version.label, "state": version.state})
 
 
-@router.post(
-    "/finish_weight_update", responses=UPDATE_RESPONSES, openapi_extra=request_body(FinishBody)
-)
+@router.post("/finish_weight_update", openapi_extra=request_body(FinishBody))
 @requires_role("admin")
 async def finish(request: Request, server: ReadyServer, updates: Updates) -> Response:
-    body = await read_compat_body(request, FinishBody, server)
+    body = await server.bodies.read_json(request, FinishBody)
     version = await server.run_to_completion(updates.finish(body.weight_version))
     return json_response({"message": "finished", "weight_version": version.label})
 
 
-@router.post("/reset_prefix_cache", responses=ADMIN_RESPONSES)
+@router.post("/reset_prefix_cache")
 @requires_role("admin")
 async def reset_prefix_cache(server: ReadyServer) -> Response:
     await server.run_to_completion(server.activation.reset_prefix_cache())
     return json_response({"success": True})
 
 
-@router.get("/get_world_size", responses=ADMIN_RESPONSES)
+@router.get("/get_world_size")
 @allow_any_key
 async def world_size(server: ReadyServer) -> Response:
     info = server.engine.info
@@ -197,7 +185,7 @@ async def world_size(server: ReadyServer) -> Response:
     return json_response({"world_size": ranks * info.data_parallel_size})
 
 
-@router.get("/liveness", responses=declare_responses({200: JSON}, EngineGone))
+@router.get("/liveness")
 @public
 async def liveness(server: AnyServer) -> Response:
     server.readiness.check_alive()

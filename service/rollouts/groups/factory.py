@@ -118,13 +118,14 @@ class GroupFactory:
             logprob_token_ids=tuple(request.logprob_token_ids or ()),
             raw_logprobs=request.logprobs_mode == "raw_logprobs",
             support=request.return_support,
+            returns_text=request.returns_text,
+            returns_logprobs=request.returns_logprobs,
         )
         return GroupOptions(
             owner=request.owner,
             exact_version=resolved.exact_version,
             adapter=resolved.adapter,
             template=template,
-            num_returned_top_logprobs=request.num_returned_top_logprobs,
             stream_tokens=request.stream_tokens,
             answers_top_logprobs=bool(request.top_logprobs),
             support_vocab_size=info.vocab_size if request.return_support else None,
@@ -144,11 +145,14 @@ class GroupFactory:
         priority = self._priority_aging.to_engine_priority(request.priority)
         return replace(
             common,
-            template=replace(common.template, priority=priority),
+            template=replace(
+                common.template, priority=priority, multimodal_input=group.multimodal_input
+            ),
             id=group.id or str(index),
             index=index,
             n=validation.num_samples_of(request, group),
             prompt_token_ids=prompt,
+            num_images=group.num_images,
             sampling=limited(common.sampling, room),
             seed=group.seed,
             seeds=group.seeds,

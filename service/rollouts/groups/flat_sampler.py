@@ -12,7 +12,7 @@ from coppice.wire.columns.weights_version_spans import cut_spans
 from coppice.wire.rollouts import GroupAnswer, Outcome
 from engine.protocol.generation import Generation
 from engine.types.kv import KvLoad
-from engine.types.samples import Completion, SampleRequest, TokenDelta
+from engine.types.samples import Completion, OnTokens, SampleRequest, TokenDelta
 from service.rollouts.groups import sample_answer
 from service.rollouts.groups.group import EndReason, Group, OnPart
 from service.rollouts.groups.options import num_given, sample_seed
@@ -97,10 +97,15 @@ class _Samples:
             num_prior_tokens=len(prior),
             max_tokens=options.sampling.max_tokens - len(prior),
             load=load,
-            on_tokens=None if group.on_tokens is None else partial(self._on_delta, index),
+            on_tokens=self._on_tokens(index),
             num_drawn_tokens=len(prior) - num_given(options, index),
             experts_from=sample_answer.experts_from(options, index),
         )
+
+    def _on_tokens(self, index: int) -> OnTokens | None:
+        group = self._group
+        is_observed = group.observer is not None and group.options.stream_tokens
+        return partial(self._on_delta, index) if group.on_tokens or is_observed else None
 
     async def _gather(self, pending: Mapping[str, Awaitable[Completion]]) -> None:
         """Wait for the group's samples; `pending` maps request ids to completions."""
@@ -144,6 +149,7 @@ class _Samples:
         group.on_finished(group.sample_ids[index])
         if result.top_logprobs is not None and not options.answers_top_logprobs:
             group.top_logprobs[index] = result.top_logprobs[: num_valid_tokens(options, result)]
+        group.texts[index] = None if group.has_other_versions(result) else result.text
         group.note_cached_tokens(index, result)
         await self._apply_finish_policy(index, result)
         await group.turns.wait()
@@ -173,10 +179,10 @@ class _Samples:
             return  # an earlier token is not valid
         self._num_streamed[index] = end
         num_tokens = end - start
-        if delta.top_logprobs is not None and not group.options.answers_top_logprobs:
-            streamed = group.top_logprobs.setdefault(index, [])
-            assert isinstance(streamed, list)
-            streamed.extend(delta.top_logprobs[:num_tokens])
+        if group.observer is not None:
+            if num_tokens == len(delta.token_ids):
+                group.observer.on_delta(index, delta)
+            return
         assert group.on_tokens is not None, "deltas were requested"
         spans = wire_spans(delta.versions, group.options.adapter)
         tokens: TokenLists = TokenColumns(

@@ -16,13 +16,14 @@ from coppice.wire.columns.logprobs import PromptLogprobs
 from coppice.wire.columns.token_columns import TokenLists
 from coppice.wire.rollouts import FinishReason, GroupAnswer, Outcome, SampleAnswer, SegmentAnswer
 from engine.protocol.generation import Generation
-from engine.types.samples import Completion, SampleRequest, TopLogprobs
+from engine.types.samples import Completion, SampleRequest, TopLogprobRows
 from service.kv.handles.group_exports import GroupKvExports
 from service.kv.prompt_source import PromptSource
 from service.rollouts.fairness import Turns
 from service.rollouts.groups.finish_policy import FinishPolicy
 from service.rollouts.groups.options import GroupOptions, given_tokens
 from service.rollouts.groups.sample_answer import num_valid_tokens
+from service.rollouts.groups.sample_observer import SampleObserver
 
 if TYPE_CHECKING:
     from service.rollouts.trees.tree_growth import TreePaths
@@ -74,7 +75,9 @@ class Group:
     cached.
     `ended` are the answers of the finished samples, in the order in which they finished.
     `suspended` are the tokens of the others so far, by index, if the group was suspended.
-    `on_tokens` receives the tokens of the running samples.
+    `on_tokens` receives the tokens of the running samples, and `observer` those and their text.
+    `texts` are those of the finished samples, if they were requested; None for one whose last
+    tokens are not in its answer.
     """
 
     options: GroupOptions
@@ -89,12 +92,14 @@ class Group:
     began_at: float = 0.0
     seconds_before: float = 0.0
     sample_seconds: list[float] = field(default_factory=list)
-    top_logprobs: dict[int, Sequence[TopLogprobs]] = field(default_factory=dict)
+    top_logprobs: dict[int, TopLogprobRows] = field(default_factory=dict)
     cached_tokens: dict[int, int] = field(default_factory=dict)
     turns: Turns = field(default_factory=Turns)
     ended: list[SampleAnswer] = field(default_factory=list)
     suspended: dict[int, TokenLists] = field(default_factory=dict)
     on_tokens: OnSampleTokens | None = None
+    observer: SampleObserver | None = None
+    texts: dict[int, str | None] = field(default_factory=dict)
     prompt_logprobs: PromptLogprobs | None = None
     _unfinished: set[str] = field(default_factory=set)
     _ending: asyncio.Event = field(default_factory=asyncio.Event)
@@ -246,6 +251,7 @@ class Group:
             outcome=outcome,
             num_prompt_tokens=len(options.prompt_token_ids),
             prompt_token_ids=options.prompt_token_ids if options.echo else None,
+            num_images=options.num_images,
             num_cached_tokens=self.cached_tokens.get(0, 0),
             num_continued_tokens=sum(given_tokens(options)),
             selected=None if self.finish_policy is None else self.finish_policy.selected,

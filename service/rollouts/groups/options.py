@@ -24,12 +24,11 @@ class GroupOptions:
 
     `GroupFactory` makes them from the request, its prompt, and what was resolved for it. `template`
     has what all engine requests of a group have in common. With `stream_tokens`, tokens are
-    received while samples run. `num_returned_top_logprobs` are in the responses of compat routes;
-    None: all of them. With `answers_top_logprobs`, the top logprobs are part of the samples'
-    answers. With `support_vocab_size`, the size of the vocabulary, supports are returned. After
-    `deadline_seconds` the group ends with the samples as they are. Its first samples resume those
-    in `continued`. `num_required` is the number of samples after which the finish policy ends the
-    group. `seeds` has one seed per sample. With `echo` the answer has the prompt's token ids. A
+    received while samples run. With `answers_top_logprobs`, the top logprobs are part of the
+    samples' answers. With `support_vocab_size`, the size of the vocabulary, supports are returned.
+    After `deadline_seconds` the group ends with the samples as they are. Its first samples resume
+    those in `continued`. `num_required` is the number of samples after which the finish policy ends
+    the group. `seeds` has one seed per sample. With `echo` the answer has the prompt's token ids. A
     group that was suspended resumes all its samples; `num_given_tokens` are then the numbers of
     tokens that `continue_from` gave, without those sampled before the suspension.
     """
@@ -38,7 +37,6 @@ class GroupOptions:
     exact_version: str | None = None
     adapter: str | None = None
     template: SampleRequest = TEMPLATE
-    num_returned_top_logprobs: int | None = None
     stream_tokens: bool = False
     answers_top_logprobs: bool = False
     support_vocab_size: int | None = None
@@ -47,6 +45,7 @@ class GroupOptions:
     index: int = 0
     n: int = 1
     prompt_token_ids: list[int] = field(default_factory=list)
+    num_images: int = 0
     sampling: Sampling = Sampling(max_tokens=1)
     seed: int | None = None
     num_required: int | None = None

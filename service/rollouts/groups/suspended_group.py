@@ -19,15 +19,15 @@ NO_TOKENS: TokenLists = TokenColumns(token_ids=[], logprobs=[], versions=())
 def can_move(request: NewRollout) -> bool:
     """True if the state of a rollout is in its request, its results and its tokens.
 
-    Of a tree, only the result can be moved (`Rollout.can_suspend`). External trees, calls of
-    sessions, exported, spliced and kept KV, and logprobs of the prompt have more, and a random
+    Of a tree, only the result can be moved (`Rollout.can_suspend`). External trees, images, calls
+    of sessions, exported, spliced and kept KV, and logprobs of the prompt have more, and a random
     selection of samples without a seed cannot be repeated. Responses of other servers' routes
     cannot be continued by another replica.
     """
     finish = request.finish
     is_random = finish is not None and finish.num_samples is not None and finish.select == "random"
     is_unseeded = is_random and any(group.seed is None for group in request.groups)
-    spans = any(group.spans is not None for group in request.groups)
+    spans = any(group.spans is not None or group.num_images for group in request.groups)
     is_external = request.branching is not None and request.branching.mode == "external"
     more = (request.kv, request.kv_reuse, request.keep_kv, request.chain, request.prompt_logprobs)
     return (

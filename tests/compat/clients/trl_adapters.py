@@ -41,8 +41,9 @@ def of_trainer(model: Any, token_ids: list[int]) -> list[float]:
 
 
 def sampled(url: str, name: str) -> Any:
-    asked = {"model": name, "prompt": PROMPT, "n": 1, "logprobs": 0, "return_token_ids": True}
-    answer = httpx.post(f"{url}/v1/completions", json={**asked, "max_tokens": 16}, timeout=60)
+    asked = {"model": name, "prompt": PROMPT, "n": 1, "logprobs": 0, "max_tokens": 16}
+    extra = {"return_token_ids": True, "return_weight_versions": True}
+    answer = httpx.post(f"{url}/v1/completions", json={**asked, **extra}, timeout=60)
     return answer.raise_for_status().json()["choices"][0]
 
 

@@ -50,6 +50,7 @@ async def test_parts_of_a_completion_are_the_answer_without_a_stream(
         "max_tokens": 40,
         "logprobs": 2,
         "return_token_ids": True,
+        "return_weight_versions": True,
         **GREEDY,
         "logit_bias": bias,
     }
@@ -101,7 +102,8 @@ async def test_forced_call_is_parsed_from_text_that_its_constraint_allows(served
         "required": ["a"],
         "additionalProperties": False,
     }
-    tool = {"type": "function", "function": {"name": "add", "parameters": parameters}}
+    function = {"name": "add", "parameters": parameters, "strict": True}
+    tool = {"type": "function", "function": function}
     messages = [{"role": "user", "content": "12+34"}]
     body = {"messages": messages, "tools": [tool], "max_tokens": 200, "temperature": 0}
     blanks = (await posted(served, "/tokenize", {"prompt": " \n\t\r"})).json()["tokens"]
@@ -111,8 +113,13 @@ async def test_forced_call_is_parsed_from_text_that_its_constraint_allows(served
     whole = await plain(served, "/v1/chat/completions", body)
     [call] = whole["message"]["tool_calls"]
     assert json.loads(call["function"]["arguments"])["a"] in (1, 2)
-    *_, last = await choices_of(served, "/v1/chat/completions", body)
-    assert last["delta"]["tool_calls"][0]["function"] == call["function"]
+    parts = await choices_of(served, "/v1/chat/completions", body)
+    functions = [
+        each["function"] for part in parts for each in part["delta"].get("tool_calls") or ()
+    ]
+    assert functions[0]["name"] == "add"
+    arguments = "".join(each.get("arguments") or "" for each in functions)
+    assert json.loads(arguments) == json.loads(call["function"]["arguments"])
 
 
 async def test_native_tokens_are_those_of_the_samples(served: Served) -> None:
@@ -174,14 +181,14 @@ async def test_raw_and_given_logprobs_are_those_of_scoring(
 
 async def test_compat_options_of_prompts_on_the_real_engine(served: Served) -> None:
     """Truncation, echo and supports of streams and of whole answers are the same."""
-    body = {"prompt": "Compute 12+34.", "max_tokens": 4, "n": 2, **GREEDY}
+    body = {"prompt": "Compute 12+34.", "max_tokens": 4, **GREEDY}
     body |= {"echo": True, "truncate_prompt_tokens": 3, "logprobs": 1, "return_support": True}
     whole = (await posted(served, "/v1/completions", body)).json()["choices"]
     streamed = await choices_of(served, "/v1/completions", body)
     for choice in whole:
         parts = [part for part in streamed if part["index"] == choice["index"]]
         assert "".join(part["text"] for part in parts) == choice["text"]
-        assert choice["text"].startswith("34.") or choice["text"].startswith("4.")
+        assert choice["text"].startswith("Compute 12+34.")
         assert len(choice["logprobs"]["tokens"]) == 7
         assert parts[-1]["support"] == choice["support"]
 
@@ -189,23 +196,24 @@ async def test_compat_options_of_prompts_on_the_real_engine(served: Served) -> N
 async def test_other_apis_sample_the_tokens_of_the_chat(served: Served) -> None:
     """The Messages and Responses APIs, with their own clients, whole and streamed."""
     messages: list[Any] = [{"role": "user", "content": "12+34"}]
-    body = {"messages": messages, "max_tokens": 40, "return_token_ids": True, **GREEDY}
+    extra = {"temperature": 0}
+    body = {"messages": messages, "max_tokens": 40, **extra}
     chat = await plain(served, "/v1/chat/completions", body)
-    text, extra = chat["message"]["content"], {**GREEDY, "return_token_ids": True}
+    text = chat["message"]["content"]
     model = served.server.engine.info.model
     async with AsyncAnthropic(base_url=served.url, api_key="none") as claude:
         fields: Any = {"model": model, "messages": messages, "max_tokens": 40}
         whole: Any = await claude.messages.create(**fields, extra_body=extra)
-        assert (whole.content[0].text, whole.token_ids) == (text, chat["token_ids"])
+        assert whole.content[0].text == text
         async with claude.messages.stream(**fields, extra_body=extra) as stream:
             texts = [part async for part in stream.text_stream]
         assert "".join(texts) == text
         counted = await claude.messages.count_tokens(model=model, messages=messages)
-        assert counted.input_tokens == len(whole.prompt_token_ids)
+        assert counted.input_tokens == whole.usage.input_tokens
     async with AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none") as speaker:
         asked: Any = {"model": model, "input": "12+34", "max_output_tokens": 40}
         response: Any = await speaker.responses.create(**asked, extra_body=extra)
-        assert (response.output_text, response.token_ids) == (text, chat["token_ids"])
+        assert response.output_text == text
         async with speaker.responses.stream(**asked, extra_body=extra) as running:
             deltas = [e.delta async for e in running if e.type == "response.output_text.delta"]
         assert "".join(deltas) == text

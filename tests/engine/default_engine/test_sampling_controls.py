@@ -68,7 +68,9 @@ async def run(
 def expected(
     engine: VllmEngine, prompt: list[int], response: list[int], **given: Any
 ) -> torch.Tensor:
-    texts = engine.token_texts(range(engine.info.vocab_size))
+    texts = [
+        engine.decode([token], skip_special_tokens=False) for token in range(engine.info.vocab_size)
+    ]
     stop_ids = engine.info.eos_token_ids
     texts = ["" if token in stop_ids else text for token, text in enumerate(texts)]
     words = [engine.encode_text(f"{s}{word}") for word in BAD_WORDS for s in ("", " ")]

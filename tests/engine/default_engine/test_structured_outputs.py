@@ -23,7 +23,10 @@ SCHEMA = {
     "required": ["colour", "warm"],
     "additionalProperties": False,
 }
-PAINT = {"type": "function", "function": {"name": "paint", "parameters": SCHEMA}}
+PAINT = {
+    "type": "function",
+    "function": {"name": "paint", "parameters": SCHEMA, "strict": True},
+}
 GRAMMAR = 'root ::= "(" [0-9] [0-9] "," [a-f] [a-f] ")"'
 CIRCULAR = "\n".join(
     [
@@ -118,10 +121,7 @@ CHATS: list[tuple[dict[str, Any], str]] = [
         },
         r'\{"colour":"(red|green|blue)","warm":(true|false)\}',
     ),
-    ({"guided_json": SCHEMA}, r'\{"colour":"(red|green|blue)","warm":(true|false)\}'),
-    ({"guided_regex": "[a-c]{3}!"}, "[a-c]{3}!"),
-    ({"guided_choice": COLOURS}, "red|green|blue"),
-    ({"guided_grammar": GRAMMAR}, r"\([0-9]{2},[a-f]{2}\)"),
+    ({"structured_outputs": {"choice": COLOURS}}, "red|green|blue"),
     ({"structured_outputs": {"regex": "[a-c]{3}!"}}, "[a-c]{3}!"),
 ]
 
@@ -137,18 +137,27 @@ async def test_chat_completions_satisfy_their_constraint(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_required_tool_call_has_arguments_of_its_schema(served: Served, stream: bool) -> None:
-    choice = await chat(
-        served, stream=stream, tools=[PAINT], tool_choice="required", temperature=0.2
-    )
-    assert choice["finish_reason"] == "tool_calls"
-    for call in choice["tool_calls"]:
-        assert call["function"]["name"] == "paint"
-        assert is_painting(call["function"]["arguments"])
-    named = {"type": "function", "function": {"name": "paint"}}
-    choice = await chat(served, stream=stream, tools=[PAINT], tool_choice=named)
-    [call] = choice["tool_calls"]
-    assert is_painting(call["function"]["arguments"])
+@pytest.mark.parametrize(
+    ("choice", "finish_reason"),
+    [("required", "tool_calls"), ({"type": "function", "function": {"name": "paint"}}, "stop")],
+)
+async def test_forced_tool_call_has_arguments_of_its_schema(
+    served: Served, choice: Any, finish_reason: str, stream: bool
+) -> None:
+    async with httpx.AsyncClient(base_url=served.url) as http:  # not in the contract
+        blanks = (await http.post("/tokenize", json={"prompt": " \n\t\r"})).json()["tokens"]
+    fields = {
+        "tools": [PAINT],
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+        # The constraint allows any number of blanks.
+        "logit_bias": {str(token): -100 for token in blanks},
+    }
+    found = await chat(served, stream=stream, **fields)
+    assert found["finish_reason"] == finish_reason
+    functions = [call["function"] for call in found["tool_calls"]]
+    assert functions[0]["name"] == "paint"
+    assert is_painting("".join(each.get("arguments") or "" for each in functions))
 
 
 async def chat(served: Served, *, stream: bool, **fields: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 
 from engine.drafter.trainer.messages import TOP_K, decode_top_k, encode_top_k, top_k_of
 from engine.requests.logprob_arrays import LogprobChunks
-from engine.requests.request_submission import PendingSample
+from engine.requests.pending_sample import PendingSample
 from engine.types.samples import Completion, SampleRequest, Sampling, TokenLogprob, TopLogprobs
 
 CERTAIN: TopLogprobs = [TokenLogprob(5, 0.0, 1), TokenLogprob(5, 0.0, 1)]

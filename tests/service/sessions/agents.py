@@ -94,6 +94,7 @@ async def training(
     **sections: dict[str, Any],
 ) -> AsyncIterator[Trainer]:
     engine = engine or FakeEngine()
+    assert engine.openai_server  # loads vLLM, before any test measures time
     async with (
         serving(engine, tmp_path, wait=True, port=0, shared=shared, **sections) as served,
         httpx.AsyncClient(timeout=30) as http,

@@ -7,9 +7,9 @@ tokenized again has other tokens than were sampled.
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from engine.types.chat import ChatRequest, ChatResponse
+from engine.protocol.openai_server import OpenAIServer
+from engine.types.chat import ChatRequest
 from engine.types.info import EngineInfo
 from engine.types.samples import (
     Completion,
@@ -63,13 +63,9 @@ class ScriptedEngine(FakeEngine):
     ) -> list[int]:
         return self.family.encode_chat_after(chat_request, index, last_token=last_token)
 
-    def chat_response(
-        self, token_ids: Sequence[int], chat_request: ChatRequest, **options: Any
-    ) -> ChatResponse:
-        return self.family.chat.chat_response(token_ids, chat_request, **options)
-
-    def response_stream(self, *given: Any, **options: Any) -> Any:
-        return self.family.chat.response_stream(*given, **options)
+    @property
+    def openai_server(self) -> OpenAIServer:
+        return self.family.openai_server
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         text = self.family.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
@@ -86,7 +82,7 @@ class ScriptedEngine(FakeEngine):
 
     def _answered(self, sample: SampleRequest) -> "asyncio.Future[Completion]":
         prompt = list(sample.prompt_token_ids)
-        text = self._text(prompt)
+        text = self._next_text(prompt)
         is_finished = not isinstance(text, Unfinished)
         token_ids = self.family.pieces(text) + [self.family.ends[0]] * is_finished
         logprobs = [-1 - 0.001 * (1000 * len(self.sampled) + at) for at in range(len(token_ids))]
@@ -105,7 +101,7 @@ class ScriptedEngine(FakeEngine):
             self._completions[sample.id] = completion
         return done
 
-    def _text(self, prompt: Sequence[int]) -> str:
+    def _next_text(self, prompt: Sequence[int]) -> str:
         if callable(self.script):
             return self.script(self.family.decode(prompt))
         return self.script[len(self.sampled)]
@@ -119,7 +115,11 @@ class ScriptedEngine(FakeEngine):
             span = VersionSpan(version=self.version, start=at, end=at + 1)
             sample.on_tokens(
                 TokenDelta(
-                    start=at, token_ids=[token_ids[at]], logprobs=[logprobs[at]], versions=(span,)
+                    start=at,
+                    token_ids=[token_ids[at]],
+                    logprobs=[logprobs[at]],
+                    versions=(span,),
+                    text=self.decode([token_ids[at]]),
                 )
             )
 
@@ -133,4 +133,5 @@ class ScriptedEngine(FakeEngine):
             finish=finish,
             versions=(span,),
             num_cached_tokens=0,
+            text=self.decode(token_ids),
         )

@@ -19,6 +19,7 @@ from tokenizers.trainers import BpeTrainer
 from vllm.engine.arg_utils import EngineArgs
 from vllm.renderers.registry import renderer_from_config
 
+from engine.openai_server.server import VllmOpenAIServer
 from engine.requests.chat_conversion import ChatProcessor
 from engine.settings import EngineSettings
 from engine.types.chat import ChatRequest
@@ -127,6 +128,7 @@ class FamilyEngine:
     """The part of an engine that renders chats, with vLLM's renderer of a family."""
 
     chat: ChatProcessor
+    openai_server: VllmOpenAIServer
     tokenizer: Any
     ends: Sequence[int]
     max_context_tokens: int
@@ -167,7 +169,11 @@ def make_engine(
     settings = EngineSettings.model_validate({"model": str(model), **parsers})
     chat = ChatProcessor(llm, settings, ends)
     return FamilyEngine(
-        chat=chat, tokenizer=tokenizer, ends=ends, max_context_tokens=max_context_tokens
+        chat=chat,
+        openai_server=VllmOpenAIServer(config, renderer, settings),
+        tokenizer=tokenizer,
+        ends=ends,
+        max_context_tokens=max_context_tokens,
     )
 
 

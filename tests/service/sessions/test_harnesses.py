@@ -210,27 +210,3 @@ async def test_streamed_response_with_text_before_a_call_is_continued(
             ]
         await speaker.close()
         await Harness(trainer, agent, engine.sampled).check(num_calls=2)
-
-
-async def test_streamed_message_before_a_call_has_its_logprobs(
-    tmp_path: Path, family: FamilyEngine
-) -> None:
-    engine = GatedEngine(family, CALL_AFTER_TEXT)
-    async with training(tmp_path, engine) as trainer:
-        [agent] = await trainer.create(sampling={"max_tokens": 200})
-        speaker = agent.openai()
-        asyncio.get_running_loop().call_later(1, engine.gate.set)
-        events: list[Any] = [
-            event
-            async for event in await speaker.responses.create(
-                model="any",
-                input=ASKED,
-                tools=[ADD],
-                include=["message.output_text.logprobs"],
-                stream=True,
-            )
-        ]
-        await speaker.close()
-    [done] = [event for event in events if event.type == "response.output_text.done"]
-    assert len(done.logprobs) == len(engine.sampled[0].token_ids)
-    assert [item.type for item in events[-1].response.output][-1] == "function_call"

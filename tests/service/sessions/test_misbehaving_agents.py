@@ -64,13 +64,13 @@ async def test_deep_and_large_bodies_cost_others_nothing(tmp_path: Path) -> None
 
 async def stepping(engine: FakeEngine) -> None:
     while True:
-        engine.step(500)
-        await asyncio.sleep(0)
+        engine.step(250)
+        await asyncio.sleep(0.001)  # the server writes as fast
 
 
-async def stream_and_not_read(agent: Agent, reader: socket.socket) -> None:
+async def stream_and_not_read(agent: Agent, reader: socket.socket, **asked: bool) -> None:
     url = httpx.URL(agent.url)
-    body = json.dumps({"messages": HELLO, "stream": True, "logprobs": True}).encode()
+    body = json.dumps({"messages": HELLO, "stream": True, **asked}).encode()
     head = (
         f"POST {url.path}/v1/chat/completions HTTP/1.1\r\nhost: {url.netloc.decode()}\r\n"
         f"authorization: Bearer {agent.key}\r\ncontent-type: application/json\r\n"
@@ -90,7 +90,7 @@ async def test_stream_that_is_never_read_ends_with_its_tokens(tmp_path: Path) ->
         [bad] = await trainer.create(sampling={"max_tokens": 1_000_000})
         [good] = await trainer.create(**SHORT)
         with socket.socket() as reader:
-            await stream_and_not_read(bad, reader)
+            await stream_and_not_read(bad, reader, return_token_ids=True)
             await until_running(engine)
             steps = tasks.create_task(stepping(engine))
             await works(good)
@@ -101,6 +101,26 @@ async def test_stream_that_is_never_read_ends_with_its_tokens(tmp_path: Path) ->
     assert turn["finish_reason"] == "aborted"
     [(is_sampled, ids)] = tokens(answer)
     assert is_sampled and 500 <= len(ids) < 1_000_000
+
+
+async def test_session_moves_only_after_its_agent_has_received_the_response(
+    tmp_path: Path,
+) -> None:
+    engine = FakeEngine(instant=False, max_context_tokens=2**17)
+    async with training(tmp_path, engine, limits={"write_seconds": 120}) as trainer:
+        [agent] = await trainer.create(sampling={"max_tokens": 100_000})
+        session = trainer.session(agent)
+        with socket.socket() as reader:
+            await stream_and_not_read(agent, reader, logprobs=True)
+            await until_running(engine)
+            while engine.running:
+                engine.step(500)
+                await asyncio.sleep(0)
+            await until_no_calls(trainer, agent)
+            assert not session.calls and not session.can_move
+        async with asyncio.timeout(20):
+            while not session.can_move:
+                await asyncio.sleep(0.01)
 
 
 async def test_thousands_of_sessions_that_do_nothing_cost_others_nothing(tmp_path: Path) -> None:

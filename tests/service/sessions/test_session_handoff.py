@@ -213,8 +213,8 @@ async def test_response_that_was_not_moved_must_be_sent_whole(tmp_path: Path) ->
         request = {"input": "next", "previous_response_id": first.json()["id"]}
         refused = await agent.post("/v1/responses", request, headers=headers)
         assert b.server.sessions.num_open == 1
-    assert (first.status_code, refused.status_code) == (200, 400)
-    assert "send the whole input" in refused.json()["error"]["message"]
+    assert (first.status_code, refused.status_code) == (200, 404)
+    assert "not found" in refused.json()["error"]["message"]
 
 
 async def test_cancellation_that_reaches_the_sender_does_not_end_the_session(

@@ -113,7 +113,7 @@ async def test_group_of_the_same_label_has_another_salt(tmp_path: Path) -> None:
 async def test_sampling_parameters_of_the_agent_are_replaced_and_counted(tmp_path: Path) -> None:
     async with training(tmp_path) as trainer:
         [agent] = await trainer.create(sampling={"temperature": 0.5, "max_tokens": 4})
-        await agent.text(temperature=0.0, top_p=0.1, seed=7, max_tokens=2, stop="zz")
+        await agent.text(temperature=0.1, top_p=0.1, seed=7, max_tokens=2, stop="zz")
         [sample] = trainer.engine.submitted
         count = trainer.served.server.metrics.registry.get_sample_value
         assert count("coppice_session_replaced_fields_total") == 3
@@ -254,14 +254,25 @@ class HidingEngine(FakeEngine):
         return super().decode([token for token in token_ids if token != self.hidden])
 
 
-@pytest.mark.parametrize(("hidden", "sample"), [(None, [2, 3, 4]), (4, [2, 3])])
-async def test_only_stop_tokens_without_text_are_left_out_of_a_continued_text(
-    tmp_path: Path, hidden: int | None, sample: list[int]
+@pytest.mark.parametrize(
+    ("hidden", "include", "ended_by", "sample"),
+    [
+        (None, False, "", [2, 3]),
+        (None, False, "\x04", [2, 3, 4]),
+        (None, True, "", [2, 3, 4]),
+        (4, False, "", [2, 3]),
+        (4, True, "", [2, 3]),
+    ],
+)
+async def test_stop_token_is_left_out_of_a_continued_text_that_does_not_have_it(
+    tmp_path: Path, hidden: int | None, include: bool, ended_by: str, sample: list[int]
 ) -> None:
+    sampling = {"max_tokens": 3, "include_stop_str_in_output": include}
     async with training(tmp_path, HidingEngine(hidden)) as trainer:
-        [agent] = await trainer.create(**LIMITED)
+        [agent] = await trainer.create(sampling=sampling)
         first = await agent.post("/v1/completions", {"prompt": "ab"})
-        text = "ab" + first.json()["choices"][0]["text"] + "cd"
+        answer = first.json()["choices"][0]["text"].replace(chr(hidden or 0), "")
+        text = "ab" + answer + ended_by + "cd"
         assert (await agent.post("/v1/completions", {"prompt": text})).status_code == 200
     prompt = trainer.engine.submitted[1].prompt_token_ids
     assert list(prompt) == [*b"ab", *sample, *b"cd"]
@@ -319,16 +330,16 @@ async def test_completions_of_several_turns_are_one_row_for_trl(tmp_path: Path) 
     assert output["env_mask"] == [[1, 1, 0, 0, 1, 1, 1]]
 
 
-@pytest.mark.parametrize(("hidden", "sample"), [(None, [5, 6, 7]), (7, [5, 6])])
-async def test_only_stop_tokens_without_text_are_left_out_of_a_continued_message(
-    tmp_path: Path, hidden: int | None, sample: list[int]
+@pytest.mark.parametrize("hidden", [None, 7])
+async def test_stop_token_is_left_out_of_a_continued_message(
+    tmp_path: Path, hidden: int | None
 ) -> None:
     async with training(tmp_path, HidingEngine(hidden)) as trainer:
         [agent] = await trainer.create(**LIMITED)
         answer = {"role": "assistant", "content": await agent.text()}
         await agent.text([*HELLO, answer], continue_final_message=True, add_generation_prompt=False)
     prompt = trainer.engine.submitted[1].prompt_token_ids
-    assert list(prompt) == [*b"hello", *sample]
+    assert list(prompt) == [*b"hello", 5, 6]
 
 
 async def test_continued_text_is_truncated_as_requested(tmp_path: Path) -> None:
@@ -418,7 +429,9 @@ async def test_options_of_the_trainer_do_not_change_answers(tmp_path: Path, stre
     # Each of the three tokens has itself, and in chats its two most probable ones.
     assert found[0].count('"logprob"') == 9
     assert found[1].count('"logprob"') == 3
-    assert '"top_logprobs":[{' not in found[1] + found[2]
+    assert '"top_logprobs":[{' not in found[1]
+    assert "-0.5" in found[2]
+    assert "-1.5" not in found[2]
     assert not any('"support"' in body for body in found)
     assert all('"support"' in body for body in asked)
     assert all("support" in segment for segment in tree["groups"][0]["segments"])
