@@ -41,7 +41,7 @@ class ResultLog:
 
     With `streams_tokens`, readers receive the tokens of running samples, too. `num_resumed` are the
     numbers of tokens that resumed samples began with. `num_bytes` is the estimated memory of the
-    log and of the answers. The `observer` is told of each sample that has ended, and of the end.
+    log and of the answers. The `observer` receives each sample that has ended, and the end.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ Different = tuple[str, Any, Any]
 
 
 def content(response: httpx.Response) -> dict[str, Any]:
-    """What is compared of a response: its JSON, or the joined events of a stream."""
+    """Compared part of a response: its JSON, or the joined events of a stream."""
     kind = response.headers.get("content-type", "").partition(";")[0]
     if kind == "text/event-stream":
         body: Any = _joined(list(_events(response.text)))

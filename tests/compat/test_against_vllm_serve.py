@@ -122,7 +122,7 @@ def limit(pair: Pair) -> bool:
 
 
 def cut_of_chunks(pair: Pair) -> bool:
-    """What differs is what vLLM makes of the cut of tokens into chunks.
+    """All differences are those that vLLM makes of the cut of tokens into chunks.
 
     Logprobs of tokens without text are left out of a chunk without text.
     """
@@ -161,7 +161,7 @@ class Servers:
 
 @dataclass(slots=True)
 class Found:
-    """What the pairs of a wire have shown."""
+    """Differences that the pairs of a wire have shown."""
 
     wrong: list[str] = field(default_factory=list)
     allowed: Counter[str] = field(default_factory=Counter)

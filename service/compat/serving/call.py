@@ -28,6 +28,8 @@ MAX_PROMPT_LOGPROBS = 2**20
 """Maximum number of prompt logprobs in a response, over all choices; each takes about 50 bytes."""
 SEED_MASK = 2**62 - 1
 """Bits of a seed that count: trainers send seeds of 63 bits."""
+CONSTRAINTS = frozenset({"structured_outputs", "bad_words", "allowed_token_ids", "logit_bias"})
+"""Parameters that may exclude all tokens; the sample then ends where a logprob is NaN."""
 AGENT_APIS: dict[str, AgentApi] = {
     "chat/completions": "chat",
     "completions": "completions",
@@ -43,10 +45,6 @@ def _session_call(request: Request, server: ReadyServer, caller: Caller) -> Sess
         return None
     name = request.scope["route"].path.partition("/v1/")[2]
     return server.sessions.call(request.path_params["session_id"], AGENT_APIS.get(name, "chat"))
-
-
-CONSTRAINTS = frozenset({"structured_outputs", "bad_words", "allowed_token_ids", "logit_bias"})
-"""Parameters that may exclude all tokens; the sample then ends where a logprob is NaN."""
 
 
 @dataclass(slots=True, kw_only=True)
