@@ -17,10 +17,13 @@ START_SECONDS, STOP_SECONDS = 300.0, 60.0
 
 @asynccontextmanager
 async def coppice_server(
-    options: Mapping[str, object], *, log: Path | None = None
+    options: Mapping[str, object], *, log: Path | None = None, module: str = "service"
 ) -> AsyncIterator[str]:
-    """URL of this service, started with these options; its output goes to `log`, if given."""
-    command = [sys.executable, "-m", "service", "serve"]
+    """URL of this service, started with these options; its output goes to `log`, if given.
+
+    `module` is another main module with the same command line.
+    """
+    command = [sys.executable, "-m", module, "serve"]
     async with _server(command, options, {}, log=log) as url:
         yield url
 
@@ -49,15 +52,20 @@ async def vllm_server(
 
 def processor_seconds(url: str) -> float:
     """Processor time that the server at this URL and its children have used so far."""
+    server = process_of(url)
+    times = [process.cpu_times() for process in (server, *server.children(recursive=True))]
+    return sum(time.user + time.system for time in times)
+
+
+def process_of(url: str) -> psutil.Process:
+    """The process that listens at this URL."""
     port = httpx.URL(url).port
     [pid] = {
         connection.pid
         for connection in psutil.net_connections("tcp")
         if connection.status == psutil.CONN_LISTEN and connection.laddr[1:] == (port,)
     }
-    server = psutil.Process(pid)
-    times = [process.cpu_times() for process in (server, *server.children(recursive=True))]
-    return sum(time.user + time.system for time in times)
+    return psutil.Process(pid)
 
 
 @asynccontextmanager

@@ -50,6 +50,15 @@ EXPLANATIONS = {
         "`linear cost model` and `measured costs` are simulated times.",
     ),
     "drafter_training_cost": ("Cost of training the drafter in the background", ""),
+    "host_path": (
+        "Tokens per second around a model that takes no time",
+        "`256 x 1` has 256 prompts with a sample each. The `null executor` returns token ids and "
+        "logprobs at once; `one layer` is computed. `packed`, `JSON` and `streamed` are formats of "
+        "`/v1/rollouts`. `completions` is `/v1/completions` and `generate` vLLM's route of token "
+        "ids, `/inference/v1/generate`. An engine `alone` is called in its process, without HTTP. "
+        "Processor times are those of EngineCore's process and of all others of a server. "
+        "`deliveries` are the pieces of a stream in which tokens arrive.",
+    ),
     "kv_across_updates": (
         "KV kept across weights updates",
         "`recompute all` has no `keep_kv`; `keep all` has no limit. The KL divergence is that "

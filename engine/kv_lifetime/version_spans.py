@@ -98,20 +98,23 @@ def _recording(upstream: Any) -> Any:
     def process_outputs(
         self: Any, engine_core_outputs: list[Any], *args: Any, **kwargs: Any
     ) -> Any:
-        for output in engine_core_outputs:
+        for index, output in enumerate(engine_core_outputs):
             if output.kv_transfer_params and KV_VERSIONS in output.kv_transfer_params:
-                _record(self.request_states.get(output.request_id), output)
+                before = engine_core_outputs[:index]
+                new = sum(len(e.new_token_ids) for e in before if e.request_id == output.request_id)
+                _record(self.request_states.get(output.request_id), output, num_new=new)
         return upstream(self, engine_core_outputs, *args, **kwargs)
 
     return process_outputs
 
 
-def _record(state: Any, output: Any) -> None:
+def _record(state: Any, output: Any, *, num_new: int) -> None:
+    """Record a report after the request's tokens until now, and new ones of the same message."""
     if state is None or state.detokenizer is None:
         return
     older = [(version, end) for version, end in output.kv_transfer_params[KV_VERSIONS]]
     reports = state.__dict__.setdefault(_REPORTS, [])
-    reports.append((state.detokenizer.num_output_tokens(), older))
+    reports.append((state.detokenizer.num_output_tokens() + num_new, older))
 
 
 def _with_reports(upstream: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from engine import features
 from engine.feature_base import FeatureCounts, Ping
+from engine.held_outputs.core import coppice_flush_outputs
 from engine.kv_lifetime.core import version_hooks
 from engine.kv_lifetime.keep_option import keep_option
 
@@ -145,6 +146,7 @@ def install() -> None:
         coppice_ping,
         coppice_reset_prefix_cache,
         coppice_check_pool,
+        coppice_flush_outputs,
     )
     for method in itertools.chain(methods, features.core_methods()):
         setattr(EngineCore, method.__name__, method)

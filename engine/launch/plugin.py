@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from engine.held_outputs import core as held_outputs
 from engine.patches import (
     chunked_seed,
     cpu_amx_permission,
@@ -19,10 +20,18 @@ from engine.patches import (
     lora_cpu_ops,
     nan_logits,
     reload_memory,
+    same_blocks,
+    token_logprobs,
 )
 from engine.runtime import process_setup, start_phases
 from engine.runtime.process_environment import started_by_coppice
-from engine.sampling import given_prompt_logprobs, request_hooks, routed_experts, support_hooks
+from engine.sampling import (
+    given_prompt_logprobs,
+    request_copies,
+    request_hooks,
+    routed_experts,
+    support_hooks,
+)
 
 MODEL_PROCESSES = ("EngineCore", "VllmWorker")
 CPU_SHIM = "vllm.v1.worker.cpu.shm"
@@ -75,10 +84,22 @@ PATCHES = (
         processes=MODEL_PROCESSES,
     ),
     Patch(
+        name="held_outputs",
+        install=held_outputs.install,
+        platform="cpu",
+        processes=("EngineCore",),
+    ),
+    Patch(
         name="nan_logits",
         install=nan_logits.install,
         platform="cpu",
         processes=MODEL_PROCESSES,
+    ),
+    Patch(
+        name="held_outputs",
+        install=held_outputs.install,
+        platform="gpu",
+        processes=("EngineCore",),
     ),
     Patch(
         name="nan_logits",
@@ -119,6 +140,24 @@ PATCHES = (
     Patch(
         name="reload_memory",
         install=reload_memory.install,
+        platform="gpu",
+        processes=MODEL_PROCESSES,
+    ),
+    Patch(
+        name="same_blocks",
+        install=same_blocks.install,
+        platform="cpu",
+        processes=("EngineCore",),
+    ),
+    Patch(
+        name="same_blocks",
+        install=same_blocks.install,
+        platform="gpu",
+        processes=("EngineCore",),
+    ),
+    Patch(
+        name="token_logprobs",
+        install=token_logprobs.install,
         platform="gpu",
         processes=MODEL_PROCESSES,
     ),
@@ -165,6 +204,7 @@ def install() -> None:
         process_setup.exit_with_service()
         engine_core_methods.install()
         support_hooks.install_in_engine_core()
+        request_copies.install()
     install_patches(name)
     if name.startswith(MODEL_PROCESSES):
         from engine import features  # not needed in vLLM's other processes

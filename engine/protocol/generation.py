@@ -19,14 +19,14 @@ class Generation(EngineState, Protocol):
     submit: adds all samples of the call to the engine in one iteration of the event loop, in order.
         Returns one awaitable per sample, each to be awaited once. Raises RequestRefused before any
         sample is added. An awaitable raises EngineDead as soon as the engine is known to be gone.
-        While the awaitable of a sample with `on_tokens` is awaited, `on_tokens` is called with the
-        new tokens, at most once per engine step and never after the awaitable has finished. Tokens
-        of several steps are delivered together if the event loop is late. The deltas are
-        consecutive, and the tokens after the last one are in the completion only.
-    abort: the samples' awaitables finish at once with finish="abort" and the tokens so far. Unknown
-        and finished ids are ignored.
-    progress: per sample, the version spans of the tokens sampled so far. Empty for samples that
-        wait, have finished or are unknown. Takes time proportional to the number of ids.
+        `on_tokens` of a sample is called with its new tokens until it ends, with those of several
+        engine steps together if many samples have one. The deltas are consecutive, and the tokens
+        after the last one are in the completion only. Its exception is raised by the awaitable.
+    abort: the samples' awaitables finish with finish="abort" and all tokens so far, after the
+        engine step in progress. Unknown and finished ids are ignored.
+    progress: per sample, the version spans of the tokens sampled until at most a second ago. Empty
+        for samples that wait, have finished or are unknown. Takes time proportional to the number
+        of ids.
     score: logprobs of the response's tokens after the prompt, under the model's own distribution at
         temperature 1, with or without an adapter. Cancelling the call cancels the work.
     top_logprobs: the logprob of every prompt token, as in `score`, with the top k tokens. The entry

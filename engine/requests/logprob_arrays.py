@@ -1,14 +1,14 @@
 """Subclass of vLLM's LogprobsProcessor: logprobs in arrays, for speed.
 
-vLLM keeps four Python objects per logprob and fills its lists one by one on the event loop. With
-hundreds of logprobs per token this would stall all other requests.
+vLLM keeps four Python objects per logprob and fills its lists one by one on the event loop. That
+would be most of the service's time per token, and with hundreds of logprobs per token it would
+stall all other requests.
 """
 
 import functools
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
@@ -18,33 +18,21 @@ from engine.types.samples import TopLogprobRows
 class LogprobChunks:
     """Top logprobs of consecutive positions, in the order in which EngineCore sent them."""
 
-    def __init__(self, chunks: list[TopLogprobRows] | None = None) -> None:
-        self._chunks = chunks or []
-        self._length = sum(map(len, self._chunks))
+    def __init__(self) -> None:
+        self._chunks: list[TopLogprobRows] = []
 
-    def __len__(self) -> int:
-        return self._length
+    @property
+    def latest(self) -> TopLogprobRows:
+        """The positions that were appended last."""
+        return self._chunks[-1]
 
-    def __getitem__(self, at: slice) -> "LogprobChunks":
-        """Chunks of a range of positions; it takes time in the distance from the end."""
-        start, stop, _ = at.indices(self._length)
-        found, end = list[TopLogprobRows](), self._length
-        for chunk in reversed(self._chunks):
-            begin = end - len(chunk)
-            if begin < stop and start < end:
-                found.append(chunk[max(start - begin, 0) : stop - begin])
-            if begin <= start:
-                break
-            end = begin
-        return LogprobChunks(found[::-1])
-
-    def append(self, token_ids: NDArray[Any], logprobs: NDArray[Any], ranks: NDArray[Any]) -> None:
-        self._length += len(ranks)
-        # Copies, because vLLM's arrays are views of a message about the whole batch.
+    def append(self, found: LogprobsLists, width: int) -> None:
+        """Append copies of vLLM's arrays, which are views of a message about many requests."""
+        token_ids, logprobs, ranks, _ = found
         self._chunks.append(
             TopLogprobRows(
-                np.array(token_ids, np.int32),
-                np.array(logprobs, np.float32),
+                np.array(token_ids[:, :width], np.int32),
+                np.array(logprobs[:, :width], np.float32),
                 np.array(ranks, np.int64),
             )
         )
@@ -65,11 +53,7 @@ def _joined(chunks: list[TopLogprobRows]) -> TopLogprobRows:
 
 
 class ArrayLogprobsProcessor(LogprobsProcessor):  # type: ignore[misc]
-    """vLLM's logprobs processor, with arrays for requests that return top logprobs.
-
-    They have `flat_logprobs`, as `Generation` sends them. Requests for the sampled token's logprob
-    only are processed as in vLLM.
-    """
+    """vLLM's logprobs processor, with arrays for requests of `Generation`: with `flat_logprobs`."""
 
     cumulative_logprob: float
 
@@ -78,7 +62,7 @@ class ArrayLogprobsProcessor(LogprobsProcessor):  # type: ignore[misc]
         self: ArrayLogprobsProcessor = super().from_new_request(tokenizer, request)
         if request.sampling_params.flat_logprobs:
             self.tokenizer = None  # which decodes each token once more
-            if self.num_logprobs:
+            if self.num_logprobs is not None:
                 self.logprobs = LogprobChunks()
             if self.num_prompt_logprobs is not None:
                 self.prompt_logprobs = LogprobChunks()
@@ -88,17 +72,15 @@ class ArrayLogprobsProcessor(LogprobsProcessor):  # type: ignore[misc]
         if not isinstance(self.logprobs, LogprobChunks):
             super()._update_sample_logprobs(logprobs_lists)
             return
-        token_ids, logprobs, ranks, _ = logprobs_lists
-        width = (self.num_logprobs or 0) + 1
-        self.logprobs.append(token_ids[:, :width], logprobs[:, :width], ranks)
-        self.cumulative_logprob += float(logprobs[:, 0].sum())
+        self.logprobs.append(logprobs_lists, (self.num_logprobs or 0) + 1)
+        self.cumulative_logprob += float(logprobs_lists.logprobs[:, 0].sum())
 
     def _update_prompt_logprobs(self, prompt_logprobs_tensors: LogprobsTensors) -> None:
         if not isinstance(self.prompt_logprobs, LogprobChunks):
             super()._update_prompt_logprobs(prompt_logprobs_tensors)
             return
-        token_ids, logprobs, ranks, *_ = prompt_logprobs_tensors
-        self.prompt_logprobs.append(token_ids.numpy(), logprobs.numpy(), ranks.numpy())
+        found = LogprobsLists(*(tensor.numpy() for tensor in prompt_logprobs_tensors[:3]))
+        self.prompt_logprobs.append(found, found.logprobs.shape[1])
 
 
 @functools.cache

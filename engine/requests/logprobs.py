@@ -111,17 +111,10 @@ async def _score_once(
     return output
 
 
-def sampled_logprobs(found: Any) -> list[float]:
-    """Logprob of the sampled token at every position of vLLM's flat logprobs, or of arrays.
-
-    vLLM puts the sampled token first at every position.
-    """
-    if found is None:
-        return []
-    if isinstance(found, LogprobChunks):
-        logprobs: list[float] = found.rows().logprobs[:, 0].tolist()
-        return logprobs
-    return [found.logprobs[start] for start in found.start_indices]
+def sampled_logprobs(found: LogprobChunks | None) -> list[float]:
+    """Logprob of the sampled token at every position, which vLLM puts first."""
+    logprobs: list[float] = [] if found is None else found.rows().logprobs[:, 0].tolist()
+    return logprobs
 
 
 def prompt_rows(found: LogprobChunks | None) -> TopLogprobRows:

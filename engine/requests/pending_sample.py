@@ -12,7 +12,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from engine.errors import EngineDead, SupportLost
 from engine.kv_lifetime import version_spans
-from engine.requests import logprob_arrays
+from engine.requests.logprob_arrays import LogprobChunks
 from engine.requests.logprobs import (
     sampled_logprobs,
     top_k_entropies,
@@ -32,15 +32,11 @@ class PendingSample:
         self,
         queue: Any,
         sample: SampleRequest,
-        progress: Callable[[], tuple[VersionSpan, ...]],
         on_finished: Callable[[Completion], None] | None = None,
     ) -> None:
         self._queue = queue
-        self._progress = progress
         self._sample = sample
-        self._num_delivered = 0
-        self._num_chars = 0
-        self._ended = False
+        self._has_ended = False
         self._on_finished = on_finished
 
     def __await__(self) -> Generator[Any, None, Completion]:
@@ -48,8 +44,7 @@ class PendingSample:
 
     async def _completion(self) -> Completion:
         try:
-            while not (output := await self._queue.get()).finished:
-                self._deliver(output)
+            output = await self._queue.get()
         except EngineDeadError as error:
             raise EngineDead("the engine process died") from error
         found = to_completion(output, self._sample)
@@ -59,46 +54,56 @@ class PendingSample:
             )
         return found
 
-    def _deliver(self, output: RequestOutput) -> None:
-        """Pass the new tokens of a running sample to `on_tokens`."""
-        start, (sample,) = self._num_delivered, output.outputs
-        end = self._num_delivered = len(sample.token_ids)
-        if self._sample.on_tokens is None or end == start or self._ended:
+    def deliver(self, state: Any, output: Any, version: str | None) -> None:
+        """Pass the tokens of a running request's output to `on_tokens`; see `held_outputs.attach`.
+
+        An exception of `on_tokens` ends the sample, and leaves other requests alone.
+        """
+        if self._has_ended or not output.new_token_ids:
             return
-        flat: Any = sample.logprobs
-        if flat is None:
-            logprobs = [math.nan] * (end - start)
-        else:
-            logprobs = sampled_logprobs(flat[start:end])
-            num_possible = _num_possible(logprobs)
-            if num_possible < end - start:
-                self._ended, end = True, start + num_possible
-            if end == start:
-                return
-            flat = flat[start:end]
-        text = None
-        if self._sample.returns_text:
-            text, self._num_chars = sample.text[self._num_chars :], len(sample.text)
-        delta = TokenDelta(
-            start=start,
-            token_ids=list(sample.token_ids[start:end]),
-            logprobs=logprobs[: end - start],
-            versions=_spans_between(self._progress(), start, end),
-            top_logprobs=_top_logprobs(flat, self._sample),
-            text=text,
-            num_cached_tokens=output.num_cached_tokens or 0,
+        try:
+            self._deliver(state, output, version)
+        except Exception as error:  # its own sample raises it
+            self._has_ended = True
+            self._queue.put(error)
+
+    def _deliver(self, state: Any, output: Any, version: str | None) -> None:
+        sample, number = self._sample, len(output.new_token_ids)
+        logprobs, rows = [math.nan] * number, None
+        if sample.returns_logprobs:
+            rows = state.logprobs_processor.logprobs.latest
+            logprobs = rows.logprobs[:, 0].tolist()
+            if (num_possible := _num_possible(logprobs)) < number:
+                self._has_ended, rows = True, rows[:num_possible]
+                if not num_possible:
+                    return
+        start = state.detokenizer.num_output_tokens() - number
+        end = start + (number if rows is None else len(rows))
+        assert sample.on_tokens is not None, "the sample is delivered while it runs"
+        sample.on_tokens(
+            TokenDelta(
+                start=start,
+                token_ids=output.new_token_ids[: end - start],
+                logprobs=logprobs[: end - start],
+                versions=(VersionSpan(version=version, start=start, end=end),) if version else (),
+                top_logprobs=_top_logprobs(rows, sample),
+                text=state.detokenizer.get_next_output_text(finished=False, delta=True)
+                if sample.returns_text
+                else None,
+                num_cached_tokens=state.num_cached_tokens,
+            )
         )
-        self._sample.on_tokens(delta)
 
 
-def _recorded_rows(logprobs: Any) -> TopLogprobRows | None:
+def _recorded_rows(logprobs: LogprobChunks | None) -> TopLogprobRows | None:
     """Top logprobs of a sample, if vLLM returned any for whatever purpose."""
-    return logprobs.rows() if isinstance(logprobs, logprob_arrays.LogprobChunks) else None
+    rows = None if logprobs is None else logprobs.rows()
+    return None if rows is None or rows.token_ids.shape[1] == 1 else rows
 
 
-def _top_logprobs(logprobs: Any, request: SampleRequest) -> TopLogprobRows | None:
+def _top_logprobs(rows: TopLogprobRows | None, request: SampleRequest) -> TopLogprobRows | None:
     """Top logprobs of the sampled distribution, if requested."""
-    rows, k = _recorded_rows(logprobs), 0 if request.raw_logprobs else request.num_top_logprobs
+    k = 0 if request.raw_logprobs else request.num_top_logprobs
     return rows.columns(k) if k and rows is not None else None
 
 
@@ -123,7 +128,7 @@ def to_completion(output: RequestOutput, request: SampleRequest) -> Completion:
         stop_reason=sample.stop_reason,
         text=sample.text if request.returns_text else None,
         entropy=top_k_entropies(rows, k) if k and rows is not None else None,
-        top_logprobs=_top_logprobs(sample.logprobs, request),
+        top_logprobs=_top_logprobs(rows, request),
         routed_experts=sample.routed_experts,
     )
     replayed = replace(completion, **_replayed(sample, request))

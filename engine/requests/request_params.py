@@ -8,6 +8,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOu
 from vllm.v1.structured_output.utils import choice_as_grammar
 
 from engine.errors import RequestRefused
+from engine.held_outputs.hold_option import HOLD_ARG, Hold
 from engine.kv_lifetime.keep_option import KEEP_KV_ARG, KeepOption
 from engine.requests.sampling_checks import XGRAMMAR, bad_word_ids
 from engine.requests.stop_strings import PRIOR_TEXT_ARG
@@ -85,7 +86,7 @@ def sampling_params(sample: SampleRequest, max_context_tokens: int) -> SamplingP
         logprobs=_num_logprobs(sample),
         flat_logprobs=True,
         detokenize=bool(sampling.stop) or sample.returns_text,
-        output_kind=_output_kind(sample),
+        output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,  # not shared
         extra_args=_extra_args(sample),
         routed_experts_prompt_start=sample.experts_from or 0,
@@ -93,7 +94,11 @@ def sampling_params(sample: SampleRequest, max_context_tokens: int) -> SamplingP
 
 
 def _num_logprobs(sample: SampleRequest) -> int | None:
-    if not sample.returns_logprobs:
+    """Number of top logprobs per token; None if the sampler need not compute any.
+
+    Supports and further logprobs are taken from the logprobs that it computes.
+    """
+    if not (sample.returns_logprobs or sample.support or requested_logprobs(sample).width):
         return None
     return max(sample.entropy_top_k, 0 if sample.raw_logprobs else sample.num_top_logprobs)
 
@@ -121,21 +126,21 @@ def _as_list(values: Sequence[Value] | None) -> list[Value] | None:
     return None if values is None else list(values)
 
 
-def _output_kind(sample: SampleRequest) -> RequestOutputKind:
-    """FINAL_ONLY, or CUMULATIVE for a sample whose tokens are delivered while it runs.
+def _hold(sample: SampleRequest) -> Hold | None:
+    """How long EngineCore may hold the outputs of a sample; None if not at all.
 
-    Cumulative outputs refer to vLLM's own lists, so that they cost no copy, and an output that is
-    not read in time is replaced. vLLM's merge of two DELTA outputs would lose the ranks of tokens
-    that are both sampled and among the top k.
+    Stop strings end a sample by its text, which only the service knows.
     """
-    if sample.on_tokens is None:
-        return RequestOutputKind.FINAL_ONLY
-    return RequestOutputKind.CUMULATIVE
+    if sample.sampling.stop:
+        return None
+    return "final" if sample.on_tokens is None else "stream"
 
 
 def _extra_args(sample: SampleRequest) -> dict[str, Any] | None:
     """`extra_args` of a sample's SamplingParams. No request can set `kv_transfer_params`."""
     carried: dict[str, Any] = {}
+    if (hold := _hold(sample)) is not None:
+        carried[HOLD_ARG] = hold
     if sample.group is not None:
         carried[GROUP_ARG] = sample.group
     if not sample.speculation:

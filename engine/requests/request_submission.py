@@ -2,11 +2,12 @@
 
 Each sample is one request with n=1, as in vLLM's own fan-out of larger n. So each sample can be
 aborted, versioned and drafted separately. Siblings share their prompt's KV through prefix caching.
-They are submitted in one iteration of the event loop so that they are scheduled together.
+They are submitted in one iteration of the event loop, and in one message if they differ in id and
+seed only, so that they are scheduled together.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -25,7 +26,7 @@ from engine.errors import EngineDead, RequestRefused
 from engine.kv_lifetime import version_spans
 from engine.launch.processes import VllmProcesses
 from engine.launch.ranks.placement import Placement, running_tokens
-from engine.requests import logprob_arrays, stop_strings
+from engine.requests import held_outputs, logprob_arrays, stop_strings
 from engine.requests.logprobs import (
     ScoredTokens,
     given_logprobs,
@@ -33,6 +34,7 @@ from engine.requests.logprobs import (
 )
 from engine.requests.pending_sample import PendingSample
 from engine.requests.request_params import sampling_params
+from engine.sampling import sample_copies
 from engine.types.samples import Completion, SampleRequest, TopLogprobRows, VersionSpan
 
 
@@ -49,6 +51,13 @@ def _engine_input(sample: SampleRequest) -> Any:
 
 def _salt(sample: SampleRequest) -> str | None:
     return sample.cache_salt if sample.kept_kv is None else sample.kept_kv.chain
+
+
+def _placed(sample: SampleRequest, rank: int | None) -> SampleRequest:
+    """The sample on the engine with this rank."""
+    if sample.data_parallel_rank == rank:
+        return sample
+    return replace(sample, data_parallel_rank=rank)
 
 
 def _constrains_reasoning(sample: SampleRequest) -> bool:
@@ -75,6 +84,7 @@ class Generation:
     def __init__(
         self, processes: VllmProcesses, adapters: LoadedAdapters, *, num_engines: int
     ) -> None:
+        held_outputs.install()
         logprob_arrays.install()
         version_spans.install()
         self._processes = processes
@@ -107,41 +117,62 @@ class Generation:
         on_finished: Callable[[SampleRequest, Completion], None] | None,
     ) -> list[Awaitable[Completion]]:
         try:
-            rank = self._rank(samples)
-            return [
-                await self._submit_one(
-                    replace(sample, data_parallel_rank=rank), max_context_tokens, on_finished
-                )
-                for sample in samples
-            ]
+            rank, pending = self._rank(samples), list[Awaitable[Completion]]()
+            for run in self._runs([_placed(sample, rank) for sample in samples]):
+                queues = await self._submit_run(run, max_context_tokens)
+                pending += [
+                    self._pending(queue, sample, on_finished)
+                    for queue, sample in zip(queues, run, strict=True)
+                ]
+            return pending
         except EngineDeadError as error:
             raise EngineDead("the engine process died") from error
         except (VLLMClientError, ValueError, RequestRefused) as error:
             await self.abort([sample.id for sample in samples])
             raise RequestRefused(str(error)) from error
 
-    async def _submit_one(
+    def _runs(self, samples: list[SampleRequest]) -> Iterable[list[SampleRequest]]:
+        """Samples that are submitted together, in the order of submission.
+
+        With several engines, vLLM notes the engine of each request as it sends it, for aborts.
+        """
+        if self._num_engines > 1:
+            return [[sample] for sample in samples]
+        return sample_copies.runs_of_copies(samples)
+
+    async def _submit_run(self, run: list[SampleRequest], max_context_tokens: int) -> list[Any]:
+        """Queues of the outputs of samples that differ in id and seed only."""
+        llm, sample = self._processes.llm, run[0]
+        prompt, params = _engine_input(sample), sampling_params(sample, max_context_tokens)
+        options: dict[str, Any] = {
+            "lora_request": self._adapters.request(sample.adapter),
+            "priority": sample.priority,
+            "session_id": sample.session_id,
+            "data_parallel_rank": sample.data_parallel_rank,
+        }
+        reasoning_ended = _constrains_reasoning(sample) or None
+        if len(run) == 1:
+            options["reasoning_ended"] = reasoning_ended
+            return [await llm.add_request(sample.id, prompt, params, **options)]
+        tasks = await llm.get_supported_tasks()
+        request = llm.input_processor.process_inputs(
+            sample.id, prompt, params, supported_tasks=tasks, **options
+        )
+        request.reasoning_ended = reasoning_ended
+        return await sample_copies.add_copies(llm, request, run)
+
+    def _pending(
         self,
+        queue: Any,
         sample: SampleRequest,
-        max_context_tokens: int,
         on_finished: Callable[[SampleRequest, Completion], None] | None,
     ) -> PendingSample:
-        queue = await self._processes.llm.add_request(
-            sample.id,
-            _engine_input(sample),
-            sampling_params(sample, max_context_tokens),
-            lora_request=self._adapters.request(sample.adapter),
-            priority=sample.priority,
-            session_id=sample.session_id,
-            data_parallel_rank=sample.data_parallel_rank,
-            reasoning_ended=_constrains_reasoning(sample) or None,
+        pending = PendingSample(
+            queue, sample, partial(on_finished, sample) if on_finished else None
         )
-        return PendingSample(
-            queue,
-            sample,
-            partial(self._spans, sample.id),
-            partial(on_finished, sample) if on_finished else None,
-        )
+        if sample.on_tokens is not None:
+            held_outputs.attach(self._processes.llm, queue.request_id, pending.deliver)
+        return pending
 
     def _rank(self, samples: Sequence[SampleRequest]) -> int | None:
         """Data-parallel rank of samples that are submitted together."""
@@ -180,5 +211,9 @@ class Generation:
         return await given_logprobs(self._processes.llm, scored, given)
 
     async def abort(self, sample_ids: Sequence[str]) -> None:
+        """End samples, whose completions have all tokens that were generated until now."""
         with suppress(EngineDead, EngineDeadError):
-            await self._processes.llm.abort(list(sample_ids))
+            llm = self._processes.llm
+            if any(map(llm.output_processor.external_req_ids.get, sample_ids)):
+                await held_outputs.flush(self._processes, self._num_engines)
+            await llm.abort(list(sample_ids))

@@ -5,7 +5,7 @@ which vLLM computes the logprobs of the sampled tokens.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.sampling.step_supports import FEATURE, StepSupport, Wanted, returns_output
-from engine.sampling.support_encoding import Mask, encode_mask
+from engine.sampling.support_encoding import ALL, IDS, encode_id_rows, encode_mask
 
 Method = Callable[..., Any]
 
@@ -44,6 +44,18 @@ def install(runner: Any, sampler: Any) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepValues:
+    """Requested logprobs [n, width] of batch rows, with the number of positions of each row."""
+
+    lengths: Mapping[int, int]
+    values_nw: torch.Tensor
+
+    def by_row(self) -> dict[int, NDArray[Any]]:
+        parts = torch.split(self.values_nw, list(self.lengths.values()))
+        return {row: part.numpy() for row, part in zip(self.lengths, parts, strict=True)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SupportTensors:
     """Supports of a step of vLLM's second model runner, in the place of `SamplingMaskTensors`.
 
@@ -53,37 +65,63 @@ class SupportTensors:
 
     tensors: Any
     wanted: Mapping[int, Wanted]
-    values: Mapping[int, torch.Tensor]
+    values: Sequence[StepValues]
 
     def to_cpu_nonblocking(self) -> "SupportTensors":
         tensors = None if self.tensors is None else self.tensors.to_cpu_nonblocking()
-        values = {row: each.to("cpu", non_blocking=True) for row, each in self.values.items()}
+        values = [
+            replace(each, values_nw=each.values_nw.to("cpu", non_blocking=True))
+            for each in self.values
+        ]
         return replace(self, tensors=tensors, values=values)
 
     def tolists(self, num_sampled_tokens: NDArray[Any]) -> StepSupport:
         """Encode the supports; called in the thread that waits for the step's results."""
-        masks = None if self.tensors is None else _masks_of(self.tensors)
+        per_row = 1 if self.tensors is None else self.tensors.rows_per_request
+        slots = {
+            row: range(row * per_row, row * per_row + num_sampled_tokens[row])
+            for row in self.wanted
+        }
+        of_supports = [slot for row in slots if self.wanted[row].support for slot in slots[row]]
+        supports = _encode(self.tensors, of_supports) if of_supports else {}
 
-        def encoded(row: int, n: int) -> bytes:
-            values = self.values.get(row)
-            prefix = b"" if values is None else values[n].numpy().tobytes()
-            if masks is None or not self.wanted[row].support:
-                return prefix
-            return prefix + encode_mask(masks(row, n))
+        values = {row: of_row for each in self.values for row, of_row in each.by_row().items()}
+
+        def encoded(row: int, n: int, slot: int) -> bytes:
+            prefix = values[row][n].tobytes() if row in values else b""
+            return prefix + supports.get(slot, b"")
 
         return StepSupport(
-            {row: [encoded(row, n) for n in range(num_sampled_tokens[row])] for row in self.wanted}
+            {row: [encoded(row, *each) for each in enumerate(slots[row])] for row in slots}
         )
 
 
-def _masks_of(tensors: Any) -> Callable[[int, int], Mask]:
-    bitmaps = tensors.packed_mask.cpu().numpy()
+def _encode(tensors: Any, slots: Sequence[int]) -> dict[int, bytes]:
+    """Encoded supports by slot of vLLM's tensors, as `encode_mask` encodes them.
 
-    def mask(row: int, n: int) -> Mask:
-        bitmap = bitmaps[row * tensors.rows_per_request + n]
-        return np.unpackbits(bitmap, count=tensors.vocab_size, bitorder="little").view(np.bool_)
+    Sets that its kernel has listed are encoded together. A bitmap takes the time of its vocabulary.
+    """
+    ids, bitmaps, counts = (each.cpu().numpy() for each in tensors[:3])
+    num_bytes = bitmaps.shape[1]
+    # Each id takes at least one byte.
+    listed = [slot for slot in slots if counts[slot] <= min(ids.shape[1], num_bytes)]
+    flat = np.concatenate([ids[:0, 0], *(ids[slot, : counts[slot]] for slot in listed)])
+    rows = encode_id_rows(flat, np.cumsum(counts[listed]))
+    short = {
+        slot: bytes([IDS]) + row
+        for slot, row in zip(listed, rows, strict=True)
+        if len(row) <= num_bytes
+    }
 
-    return mask
+    def encoded(slot: int) -> bytes:
+        if counts[slot] == tensors.vocab_size:
+            return ALL
+        if slot in short:
+            return short[slot]
+        bits = np.unpackbits(bitmaps[slot], count=tensors.vocab_size, bitorder="little")
+        return encode_mask(bits.view(np.bool_))
+
+    return {slot: encoded(slot) for slot in slots}
 
 
 def _registering(upstream: Method) -> Method:
@@ -182,22 +220,26 @@ def _recording_scores(upstream: Method) -> Method:
     return scores
 
 
-@FEATURE.guarded_with_default(dict[int, torch.Tensor]())
-def _values(
-    wanted: Mapping[int, Wanted], step: StepLogits, ends: NDArray[Any]
-) -> dict[int, torch.Tensor]:
-    """Requested logprobs [n, width] by batch row."""
-    values = dict[int, torch.Tensor]()
+@FEATURE.guarded_with_default(list[StepValues]())
+def _values(wanted: Mapping[int, Wanted], step: StepLogits, ends: NDArray[Any]) -> list[StepValues]:
+    """Requested logprobs of the batch rows that request the same, in one pass over the logits."""
+    from vllm.v1.worker.gpu.sample import logprob
+
+    values = list[StepValues]()
     for options in {each.logprobs for each in wanted.values() if each.logprobs.width}:
         rows = [row for row, each in wanted.items() if each.logprobs == options]
-        logits_nv, tokens_n = torch.cat(step.processed), torch.cat(step.tokens)
-        assert len(logits_nv) == ends[-1], "one position per draft token and one per request"
+        logits_nv = _joined(step.processed) if options.num_raw is None else step.raw_nv
+        tokens_n = _joined(step.tokens)
+        assert logits_nv is not None, "the logits of the model were recorded"
+        assert len(tokens_n) == ends[-1], "one position per draft token and one per request"
         at = [n for row in rows for n in range(ends[row], ends[row + 1])]
-        raw = None
-        if options.num_raw is not None:
-            assert step.raw_nv is not None, "the logits of the model were recorded"
-            raw = step.raw_nv[at].float().log_softmax(-1)
-        gathered = options.gather(logits_nv[at].float().log_softmax(-1), raw, tokens_n[at])
-        lengths = [int(ends[row + 1] - ends[row]) for row in rows]
-        values |= dict(zip(rows, torch.split(gathered, lengths), strict=True))
+        if len(at) < len(tokens_n):
+            logits_nv, tokens_n = logits_nv[at], tokens_n[at]
+        gathered = options.gather(logits_nv, tokens_n, logprob.compute_token_logprobs)
+        lengths = {row: int(ends[row + 1] - ends[row]) for row in rows}
+        values.append(StepValues(lengths=lengths, values_nw=gathered))
     return values
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -127,11 +127,21 @@ def advance_grammar(manager: Any, grammar: BudgetedGrammar, request: Any) -> Non
         raise ValueError("the earlier tokens of the response violate its structured_outputs")
 
 
-def name_overrun(accepted: bool, request: Any) -> bool:
-    """Set the stop reason of a request that ends because its grammar has taken too long."""
-    if not accepted and request.structured_output_request.grammar.is_used_up:
-        request.stop_reason = OVERRUN
-    return accepted
+def naming_overruns(accept: Callable[..., bool]) -> Callable[..., bool]:
+    """Wrapper of vLLM's `accept_tokens`, which is called for each request in each step.
+
+    It sets the stop reason of a request that ends because its grammar has taken too long.
+    """
+
+    @functools.wraps(accept)
+    def accept_tokens(self: Any, request: Any, new_token_ids: Any) -> bool:
+        if accept(self, request, new_token_ids):
+            return True
+        if request.structured_output_request.grammar.is_used_up:
+            request.stop_reason = OVERRUN
+        return False
+
+    return accept_tokens
 
 
 def build_all_logits_processors(build: Callable[..., Any]) -> Callable[..., Any]:
@@ -178,7 +188,7 @@ def install() -> None:
     manager._create_grammar = create_grammar(manager._create_grammar)
     manager.grammar_bitmask = in_grammar_thread(manager.grammar_bitmask)
     manager.validate_tokens = in_grammar_thread(manager.validate_tokens)
-    manager.accept_tokens = _after(manager.accept_tokens, name_overrun)
+    manager.accept_tokens = naming_overruns(manager.accept_tokens)
     initialize = CachedRequestState.__post_init__
 
     def initialize_split(self: Any) -> None:

@@ -12,7 +12,7 @@ vLLM, and besides them, before the support of each token, values of 4 bytes:
 Raw logprobs are those of the model: before a grammar and all other logits processing.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 
 GIVEN_ARG = "coppice_logprob_token_ids"
 RAW_ARG = "coppice_num_raw_logprobs"
+LogprobsAt = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Logprobs [n, k] of token ids [n, k] under the distributions of scores [n, v]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,19 +50,20 @@ class RequestedLogprobs:
         return found
 
     def gather(
-        self, processed_nv: torch.Tensor, raw_nv: torch.Tensor | None, tokens_n: torch.Tensor
+        self, scores_nv: torch.Tensor, tokens_n: torch.Tensor, logprobs_at: LogprobsAt
     ) -> torch.Tensor:
-        """Values [n, width] of n sampled tokens as int32, which floats are cast to by bits."""
-        parts = list[torch.Tensor]()
-        if self.num_raw is not None:
-            assert raw_nv is not None, "raw logprobs were computed"
-            top = raw_nv.topk(self.num_raw, dim=-1)
-            own = raw_nv.gather(-1, tokens_n.long()[:, None])
-            parts += [_bits(own), top.indices.int(), _bits(top.values)]
-        if self.given:
-            source = processed_nv if raw_nv is None else raw_nv
-            parts.append(_bits(source[:, list(self.given)]))
-        return torch.cat(parts, dim=1)
+        """Values [n, width] of n sampled tokens as int32, which floats are cast to by bits.
+
+        `scores_nv` are logprobs, or logits: of the model if raw ones are returned, otherwise of
+        the sampling distribution. `logprobs_at` computes logprobs of token ids from them.
+        """
+        given = torch.tensor(self.given, dtype=torch.int64, device=scores_nv.device)
+        ids_nm = given.expand(len(tokens_n), -1)
+        if self.num_raw is None:
+            return _bits(logprobs_at(scores_nv, ids_nm))
+        top_nk = scores_nv.topk(self.num_raw, dim=-1).indices
+        values = logprobs_at(scores_nv, torch.cat([tokens_n.long()[:, None], top_nk, ids_nm], 1))
+        return torch.cat([_bits(values[:, :1]), top_nk.int(), _bits(values[:, 1:])], dim=1)
 
     def fits(self, row: bytes) -> bool:
         return len(row) >= 4 * self.width

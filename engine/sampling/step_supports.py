@@ -55,19 +55,22 @@ class StepSupport:
 
     rows: Mapping[int, list[bytes]]
 
-    def slice_request(self, row: int, num_positions: int) -> SamplingMaskLists | None:
+    def slice_request(self, row: int, num_positions: int) -> list[bytes] | None:
         """The supports of the first sampled tokens of a batch row; None if it has none.
 
         vLLM's scheduler calls it for each request with the number of tokens that it keeps.
+        `engine.held_outputs.core` joins them before they are sent.
         """
         supports = self.rows.get(row)
-        if supports is None:
-            return None
-        kept = supports[:num_positions]
-        return SamplingMaskLists(
-            np.frombuffer(b"".join(kept), np.uint8),
-            np.cumsum([0, *map(len, kept)], dtype=np.int64),
-        )
+        return None if supports is None else supports[:num_positions]
+
+
+def joined_rows(rows: Sequence[bytes]) -> SamplingMaskLists:
+    """Encoded supports of consecutive tokens of a request, as they are sent."""
+    return SamplingMaskLists(
+        np.frombuffer(b"".join(rows), np.uint8),
+        np.cumsum([0, *map(len, rows)], dtype=np.int64),
+    )
 
 
 def rows_of(chunks: Sequence[SamplingMaskLists]) -> list[bytes]:

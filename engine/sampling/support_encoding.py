@@ -39,18 +39,26 @@ def encode_mask(mask_v: Mask) -> bytes:
 
 def encode_ids(ids: NDArray[Any]) -> bytes:
     """Encode ascending token ids as varints of their distances."""
+    return encode_id_rows(ids, [len(ids)])[0]
+
+
+def encode_id_rows(ids: NDArray[Any], ends: Sequence[int] | NDArray[Any]) -> list[bytes]:
+    """Encode sets of ascending token ids, one after the other; set i ends at ends[i]."""
     distances = np.diff(ids.astype(np.int64), prepend=-1) - 1
+    starts = np.array([0, *ends[:-1]])
+    starts = starts[starts < len(ids)]
+    distances[starts] = ids[starts]
     if not len(distances) or distances.max() < 128:
-        return distances.astype(np.uint8).tobytes()
+        return split_rows(distances.astype(np.uint8), [0, *ends])
     lengths = (distances[:, None] >= [0, 1 << 7, 1 << 14, 1 << 21, 1 << 28]).sum(1)
-    ends = np.cumsum(lengths)
-    encoded = np.empty(ends[-1], np.uint8)
+    byte_ends = np.cumsum(lengths)
+    encoded = np.empty(byte_ends[-1], np.uint8)
     for n in range(int(lengths.max())):
         has_byte = lengths > n
         more = np.where(lengths[has_byte] > n + 1, 0x80, 0)
-        at = ends[has_byte] - lengths[has_byte] + n
+        at = byte_ends[has_byte] - lengths[has_byte] + n
         encoded[at] = distances[has_byte] >> 7 * n & 0x7F | more
-    return encoded.tobytes()
+    return split_rows(encoded, np.concatenate([[0], byte_ends])[[0, *ends]].tolist())
 
 
 def split_rows(data: NDArray[np.uint8], offsets: Sequence[int]) -> list[bytes]:

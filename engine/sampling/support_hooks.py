@@ -192,12 +192,17 @@ def _pending(
         rows = [row for row, wants in wanted.items() if wants.logprobs == options]
         # Rejected drafts are -1.
         tokens = [output.sampled_token_ids[row, : lengths[row]].clamp(min=0) for row in rows]
-        raw_nv = None if options.num_raw is None else torch.cat([raw[row] for row in rows])
-        gathered_nw = options.gather(logprobs_of(rows), raw_nv, torch.cat(tokens))
+        has_raw = options.num_raw is not None
+        logprobs_nv = torch.cat([raw[row] for row in rows]) if has_raw else logprobs_of(rows)
+        gathered_nw = options.gather(logprobs_nv, torch.cat(tokens), _gather)
         values |= _by_row(rows, lengths, gathered_nw)
     return PendingSupport(
         {row: PendingRow(kept_nv=kept.get(row), values_nw=values.get(row)) for row in wanted}
     )
+
+
+def _gather(logprobs_nv: torch.Tensor, ids_nk: torch.Tensor) -> torch.Tensor:
+    return logprobs_nv.gather(-1, ids_nk)
 
 
 def _by_row(

@@ -89,7 +89,7 @@ class ResponseStore:
             self.delete(name)
 
 
-def _store(request: Request) -> ResponseStore:
+async def _store(request: Request) -> ResponseStore:
     store: ResponseStore = request.app.state.responses
     return store
 

@@ -139,7 +139,7 @@ def _fingerprint(path: Path) -> str:
         ) from error
 
 
-def _updates(request: Request) -> WeightUpdates:
+async def _updates(request: Request) -> WeightUpdates:
     updates: WeightUpdates = request.app.state.weight_updates
     return updates
 

@@ -14,17 +14,17 @@ from service.http.bodies import stream_body
 from service.server import Server
 
 
-def _server(request: Request) -> Server:
+async def _server(request: Request) -> Server:
     server: Server = request.app.state.server
     return server
 
 
-def _ready(server: Annotated[Server, Depends(_server)]) -> Server:
+async def _ready(server: Annotated[Server, Depends(_server)]) -> Server:
     server.readiness.check_ready()
     return server
 
 
-def _serving(server: Annotated[Server, Depends(_server)]) -> Server:
+async def _serving(server: Annotated[Server, Depends(_server)]) -> Server:
     server.readiness.check_serving()
     return server
 
@@ -37,7 +37,7 @@ class Upload:
     digest: str | None
 
 
-def _upload(request: Request, server: Annotated[Server, Depends(_ready)]) -> Upload:
+async def _upload(request: Request, server: Annotated[Server, Depends(_ready)]) -> Upload:
     chunks = stream_body(request, limit=server.settings.weights.max_upload_bytes)
     return Upload(chunks, request.headers.get("content-digest"))
 

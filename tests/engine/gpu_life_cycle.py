@@ -32,12 +32,14 @@ class Report:
     """Record of a life, as sent to the test.
 
     `calls` are vLLM's life-cycle methods in the order in which vLLM called them. `counted` has the
-    counters of the heartbeat after each phase. `texts` has prompts and greedy responses.
+    counters of the heartbeat after each phase. `texts` has prompts and greedy responses, and
+    `logprobs` those of the responses.
     """
 
     calls: list[str] = field(default_factory=list)
     counted: dict[str, Any] = field(default_factory=dict)
     texts: dict[str, list[tuple[list[int], list[int]]]] = field(default_factory=dict)
+    logprobs: dict[str, list[list[float]]] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     failed_features: dict[str, str | None] = field(default_factory=dict)
     error: str = ""
@@ -179,8 +181,11 @@ def _serve(engine: Any, worker: Any, mode: str, report: Report) -> None:
     _ask(engine, "reloaded", report)
     report.facts["sleep"] = _sleep(engine, worker)
     _ask(engine, "woken", report)
+    from vllm.v1.worker.gpu.sample import logprob
+
     from engine.runtime.feature_guard import features
 
+    report.facts["computes_logprobs"] = logprob.compute_token_logprobs.__module__
     report.failed_features = {
         name: state.reason for name, state in features().items() if not state.on
     }
@@ -237,6 +242,7 @@ def _ask(engine: Any, phase: str, report: Report) -> None:
         (prompt, answer.token_ids)
         for prompt, answer in zip([PROMPT, *prompts], answers, strict=True)
     ]
+    report.logprobs[phase] = [answer.logprobs for answer in answers]
     report.counted[phase] = engine.core.coppice_ping()
 
 

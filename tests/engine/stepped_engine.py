@@ -11,10 +11,14 @@ from typing import Any
 
 import pytest
 
+from engine.held_outputs.core import flushed
 from engine.kv_lifetime import version_spans
 from engine.kv_lifetime.keep_option import KEEP_KV_ARG, KeepOption
 from engine.launch import engine_core_methods
 from engine.launch.plugin import install_patches
+from engine.requests import held_outputs
+from engine.requests.logprob_arrays import LogprobChunks
+from engine.requests.logprobs import sampled_logprobs
 from engine.sampling import support_hooks
 from engine.sampling.step_supports import rows_of
 from engine.types.kv import ExportSlot, KvLoad, KvTransferParams
@@ -48,6 +52,7 @@ def install_hooks() -> None:
     """Install the hooks of all processes. They change only steps with a request for supports."""
     support_hooks.install_in_service()
     version_spans.install()
+    held_outputs.install()
     support_hooks.install_in_engine_core()
     support_hooks.install_in_worker()
 
@@ -149,7 +154,14 @@ class LiveEngine:
         params = [SamplingParams(seed=seed, **sampling) for seed in range(len(prompts))]
         return list(self._llm.generate(inputs, params, use_tqdm=False))
 
+    def flush(self) -> None:
+        """Process the tokens that EngineCore holds, as it does before a pause or an abort."""
+        processor = self._llm.llm_engine.output_processor
+        for held in flushed(self.core).values():
+            processor.process_outputs(held.outputs, weight_version=held.weight_version)
+
     def abort(self, name: str) -> None:
+        self.flush()
         self._llm.llm_engine.abort_request([name])
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
@@ -157,6 +169,7 @@ class LiveEngine:
 
     @contextmanager
     def paused(self, *, recompute: bool = False) -> Iterator[None]:
+        self.flush()
         self.core.pause_scheduler("keep", clear_cache=recompute)
         yield
         self.core.resume_scheduler()
@@ -228,17 +241,23 @@ def assert_same(answers: list[Answer], expected: list[Answer]) -> None:
         assert methods.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
 
 
+def _logprobs(completion: Any) -> list[float]:
+    """Logprobs of the sampled tokens, from arrays if other tests have installed them."""
+    if completion.logprobs is None or isinstance(completion.logprobs, LogprobChunks):
+        return sampled_logprobs(completion.logprobs)
+    pairs = zip(completion.token_ids, completion.logprobs, strict=True)
+    return [entry[token].logprob for token, entry in pairs]
+
+
 def _answer(output: Any) -> Answer:
     completion = output.outputs[0]
-    logprobs = completion.logprobs or [{}] * len(completion.token_ids)  # without logprobs
-    pairs = zip(completion.token_ids, logprobs, strict=True)
     versions = [
         VersionSpan(version=span.version, start=span.start, end=span.end)
         for span in completion.weight_versions
     ]
     return Answer(
         token_ids=list(completion.token_ids),
-        logprobs=[entry[token].logprob for token, entry in pairs if entry],
+        logprobs=_logprobs(completion),
         versions=versions,
         kv_versions=version_spans.kv_version_spans(
             version_spans.reports_of(output), versions, len(output.prompt_token_ids)

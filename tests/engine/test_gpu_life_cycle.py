@@ -11,7 +11,7 @@ import pytest
 from kernels.draft_index.compiled_store import is_built
 from tests.engine.gpu_life_cycle import GROUP, Report, live
 from tests.engine.greedy import logit_gap_to_greedy
-from tests.engine.seedling import reference
+from tests.engine.seedling import reference, teacher_forced
 
 TIE = 0.05
 """Of float16 against float32, in logits."""
@@ -49,6 +49,14 @@ def test_tokens_are_those_of_the_model_in_every_phase(life: Report) -> None:
     for phase in PHASES:
         for prompt, tokens in life.texts[phase]:
             assert float(logit_gap_to_greedy(model, prompt, tokens).max()) <= TIE, phase
+
+
+def test_logprobs_are_those_of_the_model_in_every_phase(life: Report) -> None:
+    assert life.facts["computes_logprobs"] == "kernels.token_logprobs"
+    model = reference()
+    for phase in PHASES:
+        for (prompt, tokens), logprobs in zip(life.texts[phase], life.logprobs[phase], strict=True):
+            assert logprobs == pytest.approx(teacher_forced(model, prompt, tokens), abs=TIE), phase
 
 
 def test_group_shares_its_prefix_in_every_phase(life: Report) -> None:

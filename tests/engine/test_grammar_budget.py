@@ -15,7 +15,7 @@ from engine.sampling.grammar_budget import (
     budget_of,
     in_grammar_thread,
 )
-from engine.sampling.request_hooks import name_overrun
+from engine.sampling.request_hooks import naming_overruns
 
 
 class Row:
@@ -147,5 +147,8 @@ def test_stop_reason_names_a_grammar_that_was_too_slow(is_used_up: bool) -> None
     request = SimpleNamespace(
         structured_output_request=SimpleNamespace(grammar=grammar), stop_reason=None
     )
-    assert not name_overrun(False, request)
+    for accepts in (True, False):
+        assert request.stop_reason is None
+        accept_tokens = naming_overruns(lambda manager, request, tokens, accepts=accepts: accepts)
+        assert accept_tokens(None, request, [1]) == accepts
     assert request.stop_reason == (OVERRUN if is_used_up else None)

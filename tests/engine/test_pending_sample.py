@@ -8,32 +8,77 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllm.v1.outputs import SamplingMaskLists
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.output_processor import RequestOutputCollector
+from vllm.v1.outputs import LogprobsLists, SamplingMaskLists
 
 from engine.requests.logprob_arrays import LogprobChunks
 from engine.requests.pending_sample import PendingSample, to_completion
 from engine.requests.request_submission import Generation
-from engine.types.samples import SampleRequest, Sampling, TokenDelta, VersionSpan
+from engine.types.samples import SampleRequest, Sampling, TokenDelta
 
 NAN = math.nan
-SPAN = VersionSpan(version="v0", start=0, end=9)
 
 
-def output(logprobs: Sequence[float], *, finished: bool) -> Any:
-    """vLLM's output of a sample with the tokens 0, 1, 2 and so on."""
+def lists(token_ids: Sequence[int], logprobs: Sequence[float]) -> LogprobsLists:
+    ids = np.array(token_ids)[:, None]
+    return LogprobsLists(ids, np.array(logprobs)[:, None], np.ones(len(ids)))
+
+
+def output(logprobs: Sequence[float]) -> Any:
+    """vLLM's last output of a sample with the tokens 0, 1, 2 and so on."""
     chunks, length = LogprobChunks(), len(logprobs)
-    chunks.append(np.arange(length)[:, None], np.array(logprobs)[:, None], np.ones(length))
+    chunks.append(lists(range(length), logprobs), 1)
     span = SimpleNamespace(version="v0", start=0, end=length)
     sample = SimpleNamespace(
         token_ids=list(range(length)),
         logprobs=chunks,
-        finish_reason="length" if finished else None,
+        finish_reason="length",
         stop_reason=None,
         weight_versions=[span],
         sampling_mask=None,
-        routed_experts=np.zeros((3 + length, 1, 1)) if finished else None,
+        routed_experts=np.zeros((3 + length, 1, 1)),
     )
-    return SimpleNamespace(outputs=[sample], finished=finished, num_cached_tokens=0)
+    return SimpleNamespace(outputs=[sample], num_cached_tokens=0)
+
+
+class RunningState:
+    """State of a running request in vLLM's output processor."""
+
+    def __init__(self) -> None:
+        self._num_tokens = 0
+        self.detokenizer = SimpleNamespace(num_output_tokens=lambda: self._num_tokens)
+        self.logprobs_processor = SimpleNamespace(logprobs=LogprobChunks())
+        self.num_cached_tokens = 0
+
+    def receive(
+        self, pending: PendingSample, token_ids: list[int], logprobs: Sequence[float]
+    ) -> None:
+        self._num_tokens += len(token_ids)
+        new_logprobs = lists(token_ids, logprobs)
+        self.logprobs_processor.logprobs.append(new_logprobs, 1)
+        arrived = SimpleNamespace(new_token_ids=token_ids, new_logprobs=new_logprobs)
+        pending.deliver(self, arrived, "v0")
+
+
+async def test_exception_of_a_receiver_ends_its_sample() -> None:
+    """Also if it is raised while vLLM processes the outputs of many requests."""
+    received = list[TokenDelta]()
+
+    def on_tokens(delta: TokenDelta) -> None:
+        received.append(delta)
+        raise ValueError("the stream is closed")
+
+    queue = RequestOutputCollector(RequestOutputKind.FINAL_ONLY, "s")
+    request = SampleRequest(
+        id="s", prompt_token_ids=[1], sampling=Sampling(max_tokens=4), on_tokens=on_tokens
+    )
+    pending, state = PendingSample(queue, request), RunningState()
+    state.receive(pending, [5, 6], [-1.0, -2.0])
+    state.receive(pending, [7], [-1.0])
+    with pytest.raises(ValueError, match="the stream is closed"):
+        await pending
+    assert [delta.token_ids for delta in received] == [[5, 6]]
 
 
 @pytest.mark.parametrize(
@@ -44,8 +89,6 @@ async def test_sample_ends_before_a_position_without_tokens(
     logprobs: list[float], num_tokens: int
 ) -> None:
     queue: asyncio.Queue[Any] = asyncio.Queue()
-    for end in range(1, len(logprobs) + 1):
-        queue.put_nowait(output(logprobs[:end], finished=end == len(logprobs)))
     deltas = list[TokenDelta]()
     request = SampleRequest(
         id="s",
@@ -54,7 +97,12 @@ async def test_sample_ends_before_a_position_without_tokens(
         on_tokens=deltas.append,
         experts_from=0,
     )
-    completion = await PendingSample(queue, request, lambda: (SPAN,))
+    pending = PendingSample(queue, request)
+    state = RunningState()
+    for token_id, logprob in enumerate(logprobs[:-1]):
+        state.receive(pending, [token_id], [logprob])
+    queue.put_nowait(output(logprobs))
+    completion = await pending
     assert completion.token_ids == list(range(num_tokens))
     assert completion.logprobs == logprobs[:num_tokens]
     assert completion.finish == ("length" if num_tokens == 4 else "error")
@@ -69,7 +117,7 @@ async def test_sample_ends_before_a_position_without_tokens(
 
 async def test_sample_ends_before_a_raw_logprob_that_is_nan() -> None:
     """The model's distribution may have NaN at a token that the constraints exclude."""
-    found, raw = output([-1.0, -2.0, -3.0], finished=True), np.array([-1.5, NAN, -2.5], np.float32)
+    found, raw = output([-1.0, -2.0, -3.0]), np.array([-1.5, NAN, -2.5], np.float32)
     rows = SamplingMaskLists(raw.view(np.uint8), np.arange(0, 13, 4))
     found.outputs[0].sampling_mask = [rows]
     request = SampleRequest(
@@ -96,7 +144,7 @@ class FakeLlm:
     ) -> asyncio.Queue[Any]:
         self.ranks.append(data_parallel_rank)
         queue: asyncio.Queue[Any] = asyncio.Queue()
-        queue.put_nowait(output([-1.0], finished=True))
+        queue.put_nowait(output([-1.0]))
         return queue
 
 

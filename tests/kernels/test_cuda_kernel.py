@@ -14,13 +14,13 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import kv_gather_cuda, kv_scatter_cuda
+from kernels import kv_gather_cuda, kv_scatter_cuda, token_logprobs
 from kernels.shared_prefix_attention import cuda
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-INTERPRETED = ["attention", "gather", "scatter"]
+INTERPRETED = ["attention", "gather", "logprobs", "scatter"]
 CAPABILITIES = [80, 90, 100]
 """Compute capabilities of the A100, the H100 and H200, and the B200."""
 
@@ -76,3 +76,26 @@ def test_scatter_of_blocks_compiles_for_gpus(half: int, capability: int) -> None
     types |= dict.fromkeys(("addresses", "block_ids"), "*i64")
     source = ASTSource(kernel, types | dict.fromkeys(sizes, "constexpr"), constexprs=sizes)
     assert triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+def test_token_logprobs_compile_for_gpus_without_barriers_between_tiles(
+    dtype: str, capability: int
+) -> None:
+    """The loads of a tile, and the loop over the tiles, come before the first barrier."""
+    kernel = token_logprobs._token_logprobs_kernel
+    sizes = {"tile_rows": token_logprobs.TILE_ROWS, "tile_columns": token_logprobs.TILE_COLUMNS}
+    types = dict.fromkeys(kernel.arg_names, "i32") | {"logits": f"*{dtype}", "logprobs": "*fp32"}
+    types |= {"token_ids": "*i64"} | dict.fromkeys(sizes, "constexpr")
+    aligned = {(place,): [["tt.divisibility", 16]] for place in range(5)}
+    built = triton.compile(
+        ASTSource(kernel, types, constexprs=sizes, attrs=aligned),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": token_logprobs.NUM_WARPS},
+    )
+    assert built.asm["cubin"]
+    loop, *_ = built.asm["ptx"].split("bar.sync")
+    loads = token_logprobs.TILE_ROWS * (2 if dtype == "fp32" else 1)
+    assert loop.count("ld.global.v4") == loads and loop.count("bra") == 2

@@ -20,7 +20,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import kv_gather_cuda, kv_scatter_cuda
+from kernels import kv_gather_cuda, kv_scatter_cuda, token_logprobs
 from kernels.shared_prefix_attention import cuda
 
 CAPABILITIES: Final = (80, 90, 100)
@@ -66,6 +66,8 @@ def kernels() -> Iterator[Kernel]:
                 yield _scatter(dtype, head_size, is_rotated=is_rotated)
     for vector_bytes in (128, 160, 256):
         yield _gather(vector_bytes)
+    for dtype, pointer in (POINTERS | {"fp32": "*fp32"}).items():
+        yield _token_logprobs(dtype, pointer)
 
 
 def _merge(dtype: str, pointer: str, head_size: int) -> Kernel:
@@ -117,6 +119,20 @@ def _gather(vector_bytes: int) -> Kernel:
         function=kv_gather_cuda._gather_kernel,
         types=types | dict.fromkeys(("addresses", "block_ids", "out"), "*i64"),
         constants=constants,
+    )
+
+
+def _token_logprobs(dtype: str, pointer: str) -> Kernel:
+    return Kernel(
+        name=f"token logprobs, {dtype}",
+        function=token_logprobs._token_logprobs_kernel,
+        types={"logits": pointer, "token_ids": "*i64", "logprobs": "*fp32"}
+        | {"row_stride": "i32", "vocab_size": "i32", "num_ids": "i32"},
+        constants={
+            "tile_rows": token_logprobs.TILE_ROWS,
+            "tile_columns": token_logprobs.TILE_COLUMNS,
+        },
+        num_warps=token_logprobs.NUM_WARPS,
     )
 
 

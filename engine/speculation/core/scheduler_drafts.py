@@ -106,8 +106,10 @@ class SchedulerDrafts(Drafting):
         self._lookup = None
         self._detect_new_weights()
         self._reserve(self.scheduler.running, 0)  # a paused scheduler keeps what was reserved
+        if not self.is_enabled:
+            return
         rows = [request for request in self.scheduler.running if decodes(request)]
-        if not rows or not self.is_enabled:
+        if not rows:
             return
         self._num_steps += 1
         self._steps_since_store_update += 1
@@ -121,6 +123,8 @@ class SchedulerDrafts(Drafting):
     @FEATURE.guarded_with_default(None)
     def after_schedule(self, output: Any) -> None:
         """Record the scheduled step, and attach its drafts to vLLM's SchedulerOutput."""
+        if not self.is_enabled:
+            return
         drafts = output.scheduled_spec_decode_tokens
         if self._lookup is not None and drafts:
             setattr(output, ATTRIBUTE, self._lookup.late)
@@ -148,8 +152,10 @@ class SchedulerDrafts(Drafting):
         had finished took the time between their outputs.
         """
         step = self._pop_step(scheduler_output)
+        if step is None:
+            return None
         sampled = sampled_tokens(model_runner_output)
-        if step is None or not sampled:
+        if not sampled:
             return step
         now = self._clock()
         began, self._last_arrival = max(self._last_arrival, step.began), now

@@ -38,7 +38,9 @@ AGENT_APIS: dict[str, AgentApi] = {
 }
 
 
-def _session_call(request: Request, server: ReadyServer, caller: Caller) -> SessionCall | None:
+async def _session_call(
+    request: Request, server: ReadyServer, caller: Caller
+) -> SessionCall | None:
     """The call of a session that a request is; None for the routes outside of sessions."""
     access = declared_access(request.scope["endpoint"])
     if access is None or not access.agent:

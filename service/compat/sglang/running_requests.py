@@ -33,7 +33,7 @@ class RequestIds:
         return list(self._rollouts.get((owner, name), ()))
 
 
-def _request_ids(request: Request) -> RequestIds:
+async def _request_ids(request: Request) -> RequestIds:
     request_ids: RequestIds = request.app.state.request_ids
     return request_ids
 

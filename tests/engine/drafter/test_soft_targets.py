@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm.v1.outputs import LogprobsLists
 
 from engine.drafter.trainer.messages import TOP_K, decode_top_k, encode_top_k, top_k_of
 from engine.requests.logprob_arrays import LogprobChunks
@@ -45,7 +46,8 @@ def recorded() -> LogprobChunks:
     """Logprobs of two positions: the sampled token and the top two."""
     found = LogprobChunks()
     logprobs = np.array([[-0.125, -0.125, -3.0], [-2.0, -0.5, -2.0]])
-    found.append(np.array([[5, 5, 6], [7, 8, 7]]), logprobs, np.array([1, 2]))
+    ids = np.array([[5, 5, 6], [7, 8, 7]])
+    found.append(LogprobsLists(ids, logprobs, np.array([1, 2])), 3)
     return found
 
 
@@ -84,7 +86,7 @@ async def test_trainer_receives_top_k_wherever_they_were_recorded(
     heard: list[Completion] = []
     request = SampleRequest(id="a", prompt_token_ids=[1], sampling=Sampling(max_tokens=2), **asked)
     output = Output(logprobs=recorded() if told else None)
-    completion = await PendingSample(output, request, lambda: (), heard.append)
+    completion = await PendingSample(output, request, heard.append)
     places = [
         [(5, -0.125, 1), (5, -0.125, 1), (6, -3.0, 2)],
         [(7, -2.0, 2), (8, -0.5, 1), (7, -2.0, 2)],

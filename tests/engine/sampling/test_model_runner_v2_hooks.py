@@ -14,7 +14,8 @@ import torch
 from coppice.wire.columns.support import decode_ids
 from engine.sampling import model_runner_v2_hooks
 from engine.sampling.requested_logprobs import LogprobValues, RequestedLogprobs
-from engine.sampling.step_supports import SUPPORT_ARG, StepSupport, rows_of
+from engine.sampling.step_supports import SUPPORT_ARG, StepSupport
+from engine.sampling.support_encoding import encode_mask
 
 VOCAB, MAX_REQS = 40, 8
 NO_LOGPROBS = RequestedLogprobs()
@@ -41,17 +42,19 @@ def compact(
     """vLLM's kernel `_compact_sampling_mask_kernel`; unused slots have arbitrary content."""
     from vllm.v1.worker.gpu.sample.output import SamplingMaskTensors
 
-    num_rows = len(num_sampled_tokens) * rows_per_request
-    packed = np.full((num_rows, (VOCAB + 7) // 8), 0xAA, np.uint8)
+    num_rows, vocab = len(num_sampled_tokens) * rows_per_request, logits.shape[1]
+    packed = np.full((num_rows, (vocab + 7) // 8), 0xAA, np.uint8)
     counts = np.zeros(num_rows, np.int32)
+    ids = torch.full((num_rows, min(max_num_kept, vocab)), -7, dtype=torch.int32)
     for row, sampled in enumerate(num_sampled_tokens.tolist()):
         for slot in range(sampled):
             kept = torch.isfinite(logits[int(cu_num_logits[row]) + slot]).numpy()
             packed[row * rows_per_request + slot] = np.packbits(kept, bitorder="little")
             counts[row * rows_per_request + slot] = kept.sum()
-    ids = torch.zeros(num_rows, min(max_num_kept, VOCAB), dtype=torch.int32)
+            first = torch.from_numpy(np.flatnonzero(kept)[: ids.shape[1]])
+            ids[row * rows_per_request + slot, : len(first)] = first
     return SamplingMaskTensors(
-        ids, torch.from_numpy(packed), torch.from_numpy(counts), VOCAB, rows_per_request
+        ids, torch.from_numpy(packed), torch.from_numpy(counts), vocab, rows_per_request
     )
 
 
@@ -90,11 +93,15 @@ def score_all(
     return rejection_sampler.compute_topk_scores(logits, 0, flat)
 
 
+def logprobs_at(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    return logits.float().log_softmax(-1).gather(-1, token_ids)
+
+
 @pytest.fixture
 def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu.sample import logprob, states
     from vllm.v1.worker.gpu.sample import sampler as samplers
-    from vllm.v1.worker.gpu.sample import states
     from vllm.v1.worker.gpu.sample.output import SamplingMaskTensors
     from vllm.v1.worker.gpu.spec_decode import rejection_sampler as rejection
 
@@ -105,6 +112,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(rejection, "_flatten_sampled_kernel", {})
     monkeypatch.setattr(rejection, "rejection_sample", accept_all)
     monkeypatch.setattr(rejection.RejectionSampler, "_get_logprobs_tensors", score_all)
+    monkeypatch.setattr(logprob, "compute_token_logprobs", logprobs_at)
     for module in (samplers, rejection):
         monkeypatch.setattr(module, "get_num_sampled_and_rejected", lambda n, *_: (n, n * 0))
     monkeypatch.setattr(
@@ -193,7 +201,7 @@ def logits_of(num: int) -> torch.Tensor:
 def ids_of(support: StepSupport, row: int, num: int) -> list[list[int]]:
     chunk = support.slice_request(row, num)
     assert chunk is not None
-    return [decode_ids(encoded, VOCAB).tolist() for encoded in rows_of([chunk])]
+    return [decode_ids(encoded, VOCAB).tolist() for encoded in chunk]
 
 
 def top(logits: torch.Tensor, number: int) -> list[int]:
@@ -242,7 +250,7 @@ def test_steps_without_a_request_for_supports_compute_none(runner: Any) -> None:
 def values_of(support: StepSupport, row: int, num: int, wanted: RequestedLogprobs) -> LogprobValues:
     chunk = support.slice_request(row, num)
     assert chunk is not None
-    return wanted.split(rows_of([chunk]))
+    return wanted.split(chunk)
 
 
 def close(found: Any, expected: torch.Tensor) -> bool:
@@ -274,3 +282,25 @@ def test_requested_logprobs_are_returned_with_the_supports(runner: Any, drafted:
     last = masked[2 * width : 2 * width + number]
     last[last < last.topk(30).values[:, -1:]] = -torch.inf
     assert close(values_of(found, 2, number, given).given, last.log_softmax(-1)[:, [1, 7]])
+
+
+@pytest.mark.parametrize("rows_per_request", [1, 3])
+@pytest.mark.parametrize("vocab", [1, 2, 9, 300, 3000])
+@pytest.mark.parametrize("width", [1, 40, 2048])
+def test_encodings_are_those_of_the_masks(vocab: int, width: int, rows_per_request: int) -> None:
+    """Of sets that the kernel has listed, of wider ones, and of slots in any order."""
+    random = np.random.default_rng(vocab + width)
+    shares = [0.0, 0.005, 0.05, 0.11, 0.5, 0.98, 1.0] * 3
+    kept = [random.random(vocab) < share for share in shares]
+    logits = torch.tensor(np.where(kept, 1.0, -np.inf))
+    num_requests = len(kept) // rows_per_request
+    tensors = compact(
+        logits,
+        torch.arange(num_requests) * rows_per_request,
+        torch.full((num_requests,), rows_per_request),
+        width,
+        rows_per_request,
+    )
+    slots = random.permutation(len(kept)).tolist()[: len(kept) - 2]
+    found = model_runner_v2_hooks._encode(tensors, slots)
+    assert found == {slot: encode_mask(kept[slot]) for slot in slots}

@@ -218,6 +218,15 @@ def test_positions_reserved_before_a_pause_are_not_verified_after_it(config: Any
     assert not any(request.spec_token_ids for request in engine.scheduler.running)
 
 
+def test_steps_are_not_recorded_while_nothing_is_drafted_for_good(config: Any) -> None:
+    engine, without = drafting(config), add_group(plain(config))
+    engine.drafts.is_enabled = False
+    add_group(engine)
+    assert engine.run() == without.run()
+    assert engine.drafts.controller.times == []
+    assert engine.drafts.store.num_tokens == engine.drafts.num_rows == 0
+
+
 def test_changed_weights_age_the_store(config: Any) -> None:
     engine = add_group(drafting(config), 2)
     engine.run()

@@ -65,4 +65,6 @@ def _same_version(one: VersionSpan, other: VersionSpan) -> bool:
 
 
 def _moved(span: VersionSpan, start: int, end: int) -> VersionSpan:
+    if (span.start, span.end) == (start, end):
+        return span
     return VersionSpan(version=span.version, start=start, end=end, adapter=span.adapter)

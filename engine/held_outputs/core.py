@@ -1,0 +1,345 @@
+"""Outputs that EngineCore holds back, to send one output for many tokens of a request.
+
+vLLM sends an output per request and step. Most of EngineCore's time per token, and nearly all of
+the service's, went into them: a logprob is sent as three arrays of one element. Here the tokens of
+a request wait in EngineCore, their logprobs in arrays of whole steps (`StepArrays`), until
+
+- the request ends, or has an output that carries anything else than tokens,
+- FINAL_SECONDS have passed, or for streams STREAM_SECONDS or less,
+- the service asks for them (`coppice_flush_outputs`), before it aborts samples,
+- generation is paused: weights versions change only then, and vLLM labels the tokens of an output
+  with the version of the time at which it is sent.
+
+Then they leave as one output of vLLM, which its output processor takes as it takes the tokens of a
+step with speculation. The logprobs of all requests that are sent together are in one output before
+them (`hold_option`). The first output of a request is never held.
+
+A step that sends no output sends no statistics either, if these can wait for a later step.
+
+https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/core/sched/scheduler.py, the method
+`update_from_output`
+"""
+
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.outputs import LogprobsLists
+
+from engine.held_outputs.hold_option import FLUSH_ID, HOLD_ARG, LOGPROBS_ID
+from engine.held_outputs.step_arrays import SlicePositions, StepArrays, sliced
+from engine.sampling.step_supports import joined_rows
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.core import EngineCore
+
+FINAL_SECONDS: Final = 1.0
+"""Longest time for which outputs are held, which bounds how old the progress of a sample is."""
+STREAM_SECONDS: Final = 0.05
+STREAM_SECONDS_PER_ROW: Final = 0.0004
+"""Several times as long as the service takes to process and write an output of a stream."""
+STATS_SECONDS: Final = 0.05
+MAX_BYTES: Final = 16 << 20
+
+Outputs = dict[int, EngineCoreOutputs]
+_ATTRIBUTE = "coppice_held_outputs"
+
+
+@dataclass(slots=True)
+class HeldRow:
+    """Tokens of a request that wait in EngineCore. `width` is its number of logprobs per token."""
+
+    request_id: str
+    client_index: int
+    width: int
+    is_stream: bool
+    token_ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    supports: list[bytes] = field(default_factory=list)
+    experts: list[Any] = field(default_factory=list)
+
+    def take(self) -> EngineCoreOutput:
+        """The output of all its tokens, without logprobs. They are then no longer held."""
+        output = EngineCoreOutput(
+            request_id=self.request_id,
+            new_token_ids=self.token_ids,
+            new_sampling_mask=joined_rows(self.supports) if self.supports else None,
+            routed_experts=np.concatenate(self.experts) if self.experts else None,
+        )
+        self.token_ids, self.positions, self.supports, self.experts = [], [], [], []
+        return output
+
+
+def _row(request: Any) -> HeldRow | None:
+    """Row of a new request; None if its outputs are not held."""
+    params = request.sampling_params
+    hold = (params and params.extra_args or {}).get(HOLD_ARG)
+    if hold is None:
+        return None
+    return HeldRow(
+        request_id=request.request_id,
+        client_index=request.client_index,
+        width=1 + (params.num_logprobs or 0),
+        is_stream=hold == "stream",
+    )
+
+
+def _has_tokens_only(output: EngineCoreOutput) -> bool:
+    return (
+        output.finish_reason is None
+        and output.kv_transfer_params is None
+        and output.prefill_stats is None
+        and output.events is None
+        and output.new_prompt_logprobs_tensors is None
+        and output.prompt_token_id_logprobs is None
+        and output.pooling_output is None
+        and output.ec_transfer_params is None
+    )
+
+
+@dataclass(slots=True)
+class _Step:
+    """Logprobs of a step, which are appended to the arrays with its first held row."""
+
+    logprobs: LogprobsLists | None
+    arrays: StepArrays
+    first: int | None = None
+
+    def hold(self, output: EngineCoreOutput, row: HeldRow) -> None:
+        row.token_ids += output.new_token_ids
+        if output.new_logprobs is not None:
+            first, number = output.new_logprobs
+            if self.first is None:
+                self.first = self.arrays.append(self.logprobs)
+            first += self.first
+            row.positions.extend(range(first, first + number))
+        if output.new_sampling_mask is not None:
+            row.supports += output.new_sampling_mask
+        if output.routed_experts is not None:
+            row.experts.append(output.routed_experts)
+
+    def merged(self, output: EngineCoreOutput, row: HeldRow) -> EngineCoreOutput:
+        """An output of a request that is sent at once, after the tokens of its row."""
+        self.hold(output, row)
+        logprobs = self.arrays.take(row.positions, row.width) if row.positions else None
+        held = row.take()
+        output.new_token_ids, output.new_logprobs = held.new_token_ids, logprobs
+        output.new_sampling_mask = held.new_sampling_mask
+        output.routed_experts = held.routed_experts
+        return output
+
+    def completed(self, output: EngineCoreOutput) -> EngineCoreOutput:
+        """An output that is sent at once, with its own logprobs and supports."""
+        if output.new_logprobs is not None:
+            output.new_logprobs = sliced(self.logprobs, *output.new_logprobs)
+        if output.new_sampling_mask is not None:
+            output.new_sampling_mask = joined_rows(output.new_sampling_mask)
+        return output
+
+
+class HeldOutputs:
+    """Outputs that the EngineCore of a scheduler holds."""
+
+    def __init__(self, scheduler: Any, clock: Callable[[], float] = time.monotonic) -> None:
+        self._scheduler = scheduler
+        self._clock = clock
+        self._rows: dict[str, HeldRow | None] = {}
+        self._arrays = StepArrays()
+        self._logprobs: LogprobsLists | None = None
+        self._version = ""
+        self._last_flush = self._last_stream_flush = self._last_stats = clock()
+
+    def before_update(self, model_runner_output: Any) -> None:
+        """Keep the scheduler from slicing the logprobs of a step."""
+        self._logprobs = model_runner_output.logprobs
+        if self._logprobs is not None:
+            model_runner_output.logprobs = SlicePositions(*self._logprobs)
+
+    def after_step(self, outputs: Outputs, version: str) -> None:
+        """Hold what may be held of the outputs of a step, and add what is to be sent now.
+
+        `version` is the one that vLLM labels the tokens of the step with.
+        """
+        if version != self._version:
+            assert not any(self._holding()), "tokens were held while the weights version changed"
+            self._version = version
+        step, self._logprobs = _Step(self._logprobs, self._arrays), None
+        for each in outputs.values():
+            each.outputs = list(self._passed(each.outputs, step))
+        now = self._clock()
+        taken = self.flush() if self._must_flush(now) else self._take_streams(now)
+        for client_index, each in taken.items():
+            outputs.setdefault(client_index, EngineCoreOutputs()).outputs += each.outputs
+
+    def _passed(
+        self, outputs: Iterable[EngineCoreOutput], step: _Step
+    ) -> Iterator[EngineCoreOutput]:
+        for output in outputs:
+            row = self._row_of(output.request_id)
+            if row is not None and _has_tokens_only(output):
+                step.hold(output, row)
+                continue
+            if row is None or not row.token_ids:
+                yield step.completed(output)
+            elif output.kv_transfer_params is None:
+                yield step.merged(output, row)
+            else:  # it may tell the KV versions of the tokens that follow
+                yield from self._taken([row])
+                yield step.completed(output)
+
+    def _row_of(self, request_id: str) -> HeldRow | None:
+        try:
+            return self._rows[request_id]
+        except KeyError:
+            request = self._scheduler.requests.get(request_id)
+            if request is None:  # it ends with its first output
+                return None
+            return self._rows.setdefault(request_id, _row(request))
+
+    def _holding(self) -> Iterator[HeldRow]:
+        return (row for row in self._rows.values() if row is not None and row.token_ids)
+
+    def _must_flush(self, now: float) -> bool:
+        return bool(
+            now - self._last_flush >= FINAL_SECONDS
+            or self._arrays.num_bytes > MAX_BYTES
+            or self._scheduler.pause_state != PauseState.UNPAUSED
+        )
+
+    def _take_streams(self, now: float) -> Outputs:
+        streams = [row for row in self._holding() if row.is_stream]
+        seconds = min(STREAM_SECONDS, STREAM_SECONDS_PER_ROW * len(streams))
+        if not streams or now - self._last_stream_flush < seconds:
+            return {}
+        self._last_stream_flush = now
+        return self._by_client(streams)
+
+    def flush(self) -> Outputs:
+        """All held tokens, those of requests that have been aborted since, too."""
+        self._last_flush = self._last_stream_flush = self._clock()
+        found = self._by_client(self._holding())
+        self._arrays.clear()
+        requests = self._scheduler.requests
+        self._rows = {name: row for name, row in self._rows.items() if name in requests}
+        return found
+
+    def _by_client(self, rows: Iterable[HeldRow]) -> Outputs:
+        by_client: dict[int, list[HeldRow]] = {}
+        for row in rows:
+            by_client.setdefault(row.client_index, []).append(row)
+        return {
+            client_index: EngineCoreOutputs(outputs=list(self._taken(of_client)))
+            for client_index, of_client in by_client.items()
+        }
+
+    def _taken(self, rows: Iterable[HeldRow]) -> Iterator[EngineCoreOutput]:
+        """Outputs of rows, after one with the logprobs of all rows of the same width."""
+        by_width: dict[int, list[HeldRow]] = {}
+        for row in rows:
+            by_width.setdefault(row.width if row.positions else 0, []).append(row)
+        for width in sorted(by_width):
+            if width:
+                positions = list(chain.from_iterable(row.positions for row in by_width[width]))
+                logprobs = self._arrays.take(positions, width)
+                yield EngineCoreOutput(LOGPROBS_ID, [], new_logprobs=logprobs)
+            for row in by_width[width]:
+                yield row.take()
+
+    def wants_stats(self) -> bool:
+        """True if the statistics of a step are to be sent, or the engine has become idle."""
+        now = self._clock()
+        if now - self._last_stats < STATS_SECONDS and self._scheduler.has_unfinished_requests():
+            return False
+        self._last_stats = now
+        return True
+
+
+def held_outputs(scheduler: Any) -> HeldOutputs:
+    found: HeldOutputs | None = scheduler.__dict__.get(_ATTRIBUTE)
+    if found is None:
+        found = scheduler.__dict__[_ATTRIBUTE] = HeldOutputs(scheduler)
+    return found
+
+
+def coppice_flush_outputs(self: "EngineCore", flush_id: str) -> None:
+    """Send all held tokens, and after them an output with the id of the flush."""
+    for item in flushed(self).items():
+        self.output_queue.put_nowait(item)
+    end = EngineCoreOutput(request_id=FLUSH_ID + flush_id, new_token_ids=[])
+    self.output_queue.put_nowait((0, EngineCoreOutputs(outputs=[end])))
+
+
+def flushed(core: Any) -> Outputs:
+    """All tokens that an EngineCore holds, under the version of its weights."""
+    outputs = held_outputs(core.scheduler).flush()
+    _label(core, outputs)
+    return outputs
+
+
+def _label(core: Any, outputs: Outputs) -> None:
+    for each in outputs.values():
+        each.weight_version = core._weight_version
+
+
+@functools.cache
+def install() -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
+
+    Scheduler.update_from_output = _without_slicing(Scheduler.update_from_output)
+    Scheduler.make_stats = _sparing(Scheduler.make_stats)
+    EngineCore._attach_weight_version = _holding(EngineCore._attach_weight_version)
+    EngineCoreProc.pause_scheduler = _flushing(EngineCoreProc.pause_scheduler)
+
+
+def _without_slicing(upstream: Any) -> Any:
+    @functools.wraps(upstream)
+    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        held_outputs(self).before_update(model_runner_output)
+        return upstream(self, scheduler_output, model_runner_output)
+
+    return update_from_output
+
+
+def _sparing(upstream: Any) -> Any:
+    """`Scheduler.make_stats`, whose counts of the prefix cache add up until it is called."""
+
+    @functools.wraps(upstream)
+    def make_stats(self: Any, *args: Any, **kwargs: Any) -> Any:
+        of_step = (*args, *kwargs.values())
+        if any(stats is not None for stats in of_step) or held_outputs(self).wants_stats():
+            return upstream(self, *args, **kwargs)
+        return None
+
+    return make_stats
+
+
+def _holding(upstream: Any) -> Any:
+    """`EngineCore._attach_weight_version`, the last that a step does to its outputs.
+
+    A report of KV versions, which it attaches too, applies to the tokens after it.
+    """
+
+    @functools.wraps(upstream)
+    def attach_weight_version(self: Any, outputs: Outputs) -> None:
+        upstream(self, outputs)
+        held_outputs(self.scheduler).after_step(outputs, self._weight_version)
+        _label(self, outputs)
+
+    return attach_weight_version
+
+
+def _flushing(upstream: Any) -> Any:
+    @functools.wraps(upstream)
+    def pause_scheduler(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for item in flushed(self).items():
+            self.output_queue.put_nowait(item)
+        return upstream(self, *args, **kwargs)
+
+    return pause_scheduler
