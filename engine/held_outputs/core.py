@@ -32,7 +32,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists
 
-from engine.held_outputs.hold_option import FLUSH_ID, HOLD_ARG, LOGPROBS_ID
+from engine.held_outputs.hold_option import FLUSH_ID, HOLD_ARG, LOGPROBS_ID, STEPS_ID
 from engine.held_outputs.step_arrays import SlicePositions, StepArrays, sliced
 from engine.sampling.step_supports import joined_rows
 
@@ -153,6 +153,7 @@ class HeldOutputs:
         self._arrays = StepArrays()
         self._logprobs: LogprobsLists | None = None
         self._version = ""
+        self._step_tokens = list[int]()
         self._last_flush = self._last_stream_flush = self._last_stats = clock()
 
     def before_update(self, model_runner_output: Any) -> None:
@@ -170,12 +171,26 @@ class HeldOutputs:
             assert not any(self._holding()), "tokens were held while the weights version changed"
             self._version = version
         step, self._logprobs = _Step(self._logprobs, self._arrays), None
+        self._count_step(outputs)
         for each in outputs.values():
             each.outputs = list(self._passed(each.outputs, step))
         now = self._clock()
         taken = self.flush() if self._must_flush(now) else self._take_streams(now)
         for client_index, each in taken.items():
             outputs.setdefault(client_index, EngineCoreOutputs()).outputs += each.outputs
+        self._tell_steps(outputs)
+
+    def _count_step(self, outputs: Outputs) -> None:
+        found = (output for each in outputs.values() for output in each.outputs)
+        if num_tokens := sum(len(output.new_token_ids) for output in found):
+            self._step_tokens.append(num_tokens)
+
+    def _tell_steps(self, outputs: Outputs) -> None:
+        """Add the tokens per step since the last message, for vLLM's metric of them."""
+        sent = next((each.outputs for each in outputs.values() if each.outputs), None)
+        if sent is not None and self._step_tokens:
+            sent.append(EngineCoreOutput(STEPS_ID, self._step_tokens))
+            self._step_tokens = []
 
     def _passed(
         self, outputs: Iterable[EngineCoreOutput], step: _Step
@@ -229,6 +244,11 @@ class HeldOutputs:
         self._rows = {name: row for name, row in self._rows.items() if name in requests}
         return found
 
+    def flush_between_steps(self) -> Outputs:
+        found = self.flush()
+        self._tell_steps(found)
+        return found
+
     def _by_client(self, rows: Iterable[HeldRow]) -> Outputs:
         by_client: dict[int, list[HeldRow]] = {}
         for row in rows:
@@ -277,7 +297,7 @@ def coppice_flush_outputs(self: "EngineCore", flush_id: str) -> None:
 
 def flushed(core: Any) -> Outputs:
     """All tokens that an EngineCore holds, under the version of its weights."""
-    outputs = held_outputs(core.scheduler).flush()
+    outputs = held_outputs(core.scheduler).flush_between_steps()
     _label(core, outputs)
     return outputs
 

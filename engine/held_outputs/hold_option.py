@@ -11,5 +11,7 @@ Hold = Literal["final", "stream"]
 """`final` if only the end of the sample is read, `stream` if its tokens are read while it runs."""
 LOGPROBS_ID: Final = "coppice-logprobs"
 """Request id of an output with the logprobs of the outputs after it, in their order."""
+STEPS_ID: Final = "coppice-steps"
+"""Request id of an output whose token ids are the numbers of tokens of the steps until then."""
 FLUSH_ID: Final = "coppice-flush-"
 """Begin of the request id of an output that follows all outputs of a flush."""

@@ -11,7 +11,7 @@ from typing import Any
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.outputs import LogprobsLists
 
-from engine.held_outputs.hold_option import FLUSH_ID, LOGPROBS_ID
+from engine.held_outputs.hold_option import FLUSH_ID, LOGPROBS_ID, STEPS_ID
 from engine.launch.processes import VllmProcesses
 from engine.runtime.await_engine import await_engine
 
@@ -23,6 +23,7 @@ Stream = Callable[[Any, Any, str | None], None]
 processor, the output, and the weights version of its tokens."""
 _STREAM = "coppice_stream"
 _LATENCIES = "coppice_latencies"
+_STEP_TOKENS = "coppice_step_tokens"
 
 
 @dataclass(slots=True)
@@ -87,7 +88,7 @@ def install() -> None:
     from vllm.v1.engine.output_processor import OutputProcessor
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
-    PrometheusStatLogger.record = _with_latencies(PrometheusStatLogger.record)
+    PrometheusStatLogger.record = _observing(PrometheusStatLogger.record)
     OutputProcessor.process_outputs = _with_held(OutputProcessor.process_outputs)
 
 
@@ -103,7 +104,9 @@ def _with_held(upstream: Any) -> Any:
         arrivals: _Arrivals = self.__dict__.setdefault(_ATTRIBUTE, _Arrivals())
         for output in engine_core_outputs:
             arrivals.give_logprobs(output)
-            if iteration_stats is not None and len(output.new_token_ids) > 1:
+            if iteration_stats is not None and output.request_id == STEPS_ID:
+                iteration_stats.__dict__[_STEP_TOKENS] = output.new_token_ids
+            elif iteration_stats is not None and len(output.new_token_ids) > 1:
                 state = self.request_states.get(output.request_id)
                 _count_latencies(state, output, engine_core_timestamp, iteration_stats)
         found = upstream(
@@ -133,8 +136,11 @@ def _count_latencies(state: Any, output: Any, timestamp: Any, iteration_stats: A
     state.stats.last_token_ts = timestamp - mean
 
 
-def _with_latencies(upstream: Any) -> Any:
-    """`PrometheusStatLogger.record`, which also observes the latencies of held tokens."""
+def _observing(upstream: Any) -> Any:
+    """`PrometheusStatLogger.record`, which observes held tokens as if each step had sent its own.
+
+    vLLM takes a message for a step.
+    """
 
     @functools.wraps(upstream)
     def record(
@@ -149,8 +155,19 @@ def _with_latencies(upstream: Any) -> Any:
             histogram = self.histogram_inter_token_latency[engine_idx]
             for seconds, number in iteration_stats.__dict__.get(_LATENCIES, ()):
                 _observe(histogram, seconds, number)
+            if (steps := iteration_stats.__dict__.get(_STEP_TOKENS)) is not None:
+                _observe_steps(self.histogram_iteration_tokens[engine_idx], iteration_stats, steps)
 
     return record
+
+
+def _observe_steps(histogram: Any, iteration_stats: Any, steps: list[int]) -> None:
+    """Observe the tokens of each step, in place of those of their message."""
+    num_prompt_tokens: int = iteration_stats.prompt_token_stats.computed
+    _observe(histogram, num_prompt_tokens + iteration_stats.num_generation_tokens, -1)
+    for num_tokens in steps[:-1]:
+        _observe(histogram, num_tokens, 1)
+    _observe(histogram, num_prompt_tokens + steps[-1], 1)
 
 
 def _observe(histogram: Any, value: float, number: int) -> None:

@@ -13,6 +13,8 @@ from engine.vllm_engine import VllmEngine
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="package")]
 
 LATENCY = "vllm:inter_token_latency_seconds"
+STEPS = "vllm:iteration_tokens_total"
+GENERATED = "vllm:generation_tokens_total"
 
 
 def request(name: str, max_tokens: int) -> SampleRequest:
@@ -20,9 +22,10 @@ def request(name: str, max_tokens: int) -> SampleRequest:
     return SampleRequest(id=name, prompt_token_ids=[5, 6, 7, 8], sampling=sampling)
 
 
-def latencies() -> Mapping[str, float]:
-    """Count and sum of the latencies between tokens, and the number of generated tokens."""
-    names = [f"{LATENCY}_count", f"{LATENCY}_sum", "vllm:generation_tokens_total"]
+def metrics() -> Mapping[str, float]:
+    """vLLM's metrics of the latency between tokens, of steps and of generated tokens."""
+    names = [f"{name}_{value}" for name in (LATENCY, STEPS) for value in ("count", "sum")]
+    names.append(GENERATED)
     samples = (sample for metric in REGISTRY.collect() for sample in metric.samples)
     found = dict.fromkeys(names, 0.0)
     for sample in samples:
@@ -46,15 +49,15 @@ async def test_aborted_sample_has_all_tokens_until_then(engine: VllmEngine) -> N
     assert completion.versions[-1].end == len(completion.token_ids)
 
 
-async def test_latency_is_counted_for_every_token(engine: VllmEngine) -> None:
-    before, began = latencies(), time.monotonic()
+async def test_metrics_count_every_token_and_step(engine: VllmEngine) -> None:
+    before, began = metrics(), time.monotonic()
     samples = [request(f"held-counted-{number}", 50 + number) for number in range(4)]
     await asyncio.gather(*await engine.submit(samples))
-    after, seconds = latencies(), time.monotonic() - began
+    seconds = time.monotonic() - began
+    new = {name: value - before[name] for name, value in metrics().items()}
     num_tokens = sum(sample.sampling.max_tokens for sample in samples)
-    assert after["vllm:generation_tokens_total"] - before["vllm:generation_tokens_total"] == (
-        num_tokens
-    )
-    assert after[f"{LATENCY}_count"] - before[f"{LATENCY}_count"] == num_tokens - len(samples)
-    mean = (after[f"{LATENCY}_sum"] - before[f"{LATENCY}_sum"]) / (num_tokens - len(samples))
-    assert 0 < mean < seconds / 50
+    assert new[GENERATED] == num_tokens
+    assert new[f"{LATENCY}_count"] == num_tokens - len(samples)
+    assert 0 < new[f"{LATENCY}_sum"] / new[f"{LATENCY}_count"] < seconds / 50
+    assert 0 <= new[f"{STEPS}_sum"] - num_tokens <= 4 * len(samples), "the prompt's tokens"
+    assert 53 <= new[f"{STEPS}_count"] <= 53 + len(samples)
