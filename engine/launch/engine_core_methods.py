@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from engine import features
 from engine.feature_base import FeatureCounts, Ping
-from engine.held_outputs.core import coppice_flush_outputs
+from engine.held_outputs.hooks import coppice_flush_outputs
 from engine.kv_lifetime.core import version_hooks
 from engine.kv_lifetime.keep_option import keep_option
 

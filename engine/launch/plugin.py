@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.held_outputs import core as held_outputs
+from engine.held_outputs import hooks as held_outputs
 from engine.patches import (
     chunked_seed,
     cpu_amx_permission,

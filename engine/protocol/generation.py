@@ -24,9 +24,9 @@ class Generation(EngineState, Protocol):
         after the last one are in the completion only. Its exception is raised by the awaitable.
     abort: the samples' awaitables finish with finish="abort" and all tokens so far, after the
         engine step in progress. Unknown and finished ids are ignored.
-    progress: per sample, the version spans of the tokens sampled until at most a second ago. Empty
-        for samples that wait, have finished or are unknown. Takes time proportional to the number
-        of ids.
+    progress: per sample, the version spans of the tokens sampled until a fraction of a second ago.
+        Empty for samples that wait, have finished or are unknown. Takes time proportional to the
+        number of ids.
     score: logprobs of the response's tokens after the prompt, under the model's own distribution at
         temperature 1, with or without an adapter. Cancelling the call cancels the work.
     top_logprobs: the logprob of every prompt token, as in `score`, with the top k tokens. The entry

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from engine.held_outputs.core import flushed
+from engine.held_outputs.hooks import flushed
 from engine.kv_lifetime import version_spans
 from engine.kv_lifetime.keep_option import KEEP_KV_ARG, KeepOption
 from engine.launch import engine_core_methods

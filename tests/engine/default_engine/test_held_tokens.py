@@ -35,17 +35,17 @@ def metrics() -> Mapping[str, float]:
 
 
 async def test_aborted_sample_has_all_tokens_until_then(engine: VllmEngine) -> None:
-    """Also the tokens of less than a second, which is how long they are held."""
+    """Also the tokens that have not been sent yet when the engine is told to abort it."""
     [pending] = await engine.submit([request("held-aborted", 400)])
     ended = asyncio.ensure_future(pending)
     while not any(engine.progress(["held-aborted"])):
         await asyncio.sleep(0.01)
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(0.1)
     [known] = engine.progress(["held-aborted"])
     await engine.abort(["held-aborted"])
     completion = await ended
     assert completion.finish == "abort"
-    assert len(completion.token_ids) == len(completion.logprobs) > known[-1].end + 5
+    assert len(completion.token_ids) == len(completion.logprobs) > known[-1].end
     assert completion.versions[-1].end == len(completion.token_ids)
 
 
