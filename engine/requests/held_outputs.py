@@ -41,7 +41,7 @@ class _Flush:
 
 @dataclass(slots=True)
 class _Arrivals:
-    """What has arrived in part at an output processor: logprobs, and flushes."""
+    """Logprobs and flushes that have arrived in part at an output processor."""
 
     flushes: dict[str, _Flush] = field(default_factory=dict)
     logprobs: LogprobsLists | None = None

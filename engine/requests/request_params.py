@@ -127,7 +127,7 @@ def _as_list(values: Sequence[Value] | None) -> list[Value] | None:
 
 
 def _hold(sample: SampleRequest) -> Hold | None:
-    """How long EngineCore may hold the outputs of a sample; None if not at all.
+    """Time for which EngineCore may hold the outputs of a sample; None if it may not.
 
     Stop strings end a sample by its text, which only the service knows.
     """

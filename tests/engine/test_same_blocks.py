@@ -155,7 +155,7 @@ def cache_state(manager: Any) -> dict[str, Any]:
 
 
 def scheduled(output: Any) -> dict[str, Any]:
-    """What a SchedulerOutput says about blocks and tokens."""
+    """Blocks and tokens of a SchedulerOutput."""
     cached = output.scheduled_cached_reqs
     return {
         "tokens": output.num_scheduled_tokens,

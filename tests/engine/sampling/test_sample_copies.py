@@ -126,7 +126,7 @@ def received_alone(core: Core, request: EngineCoreRequest) -> Request:
 
 
 def fields(request: Request) -> dict[str, Any]:
-    """What a request consists of, without the objects that only it has."""
+    """Values of a request, without the objects that only it has."""
     own = ("arrival_time", "_block_hasher", "output_token_ids", "all_token_ids", "prefill_stats")
     return {name: each for name, each in vars(request).items() if name not in own}
 
